@@ -1,0 +1,216 @@
+# kvmd: GPU KV-cache memory daemon
+#
+#   make               build everything into build/
+#   make demo          install what is missing, build, run the main job and show it
+#   make check         install what is missing, build, run all tests
+#   make check-mutants take out each safety rule and see its test fail
+#   make kernels       only the kernel library and its tests
+#   make help          the rest
+#
+# Knobs: V=1 commands shown, O=DIR build directory, CC=clang, SAN=1 ASan + UBSan,
+#        DEBUG=1, MUTANTS=1 mutant build, CUDA=0 without nvcc, CUDA_ARCHS="90a 80"
+#
+# Non-recursive: each directory has a Kbuild that lists its objects in obj-y and
+# obj-$(CONFIG_CUDA).
+
+MAKEFLAGS += --no-builtin-rules
+.SUFFIXES:
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+ifdef MUTANTS
+O ?= build/mutants
+else ifdef SAN
+O ?= build/san
+else
+O ?= build
+endif
+ifeq ($(origin CC),default)
+CC := gcc
+endif
+Q := $(if $(V),,@)
+say = $(if $(V),,@printf '  %-7s %s\n' $(1) $(2))
+
+# ---------------------------------------------------------------- what is there
+NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null))
+CUDA ?= $(if $(NVCC),1,0)
+CONFIG_CUDA := $(if $(filter 1,$(CUDA)),y)
+CUDA_HOME := $(patsubst %/bin/nvcc,%,$(NVCC))
+CUDA_ARCHS ?= 90a
+CONFIG_SDT := $(if $(wildcard /usr/include/sys/sdt.h),y)
+
+# ---------------------------------------------------------------- flags
+WARN := -Wall -Wextra -Werror -Wshadow -Wstrict-prototypes -Wmissing-prototypes \
+	-Wno-unused-parameter -Wvla
+OPT := $(if $(DEBUG),-O0,-O2)
+SANFLAGS := $(if $(SAN),-fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
+, := ,
+CPPFLAGS := -D_GNU_SOURCE -I. -Iinclude $(if $(MUTANTS),-DKV_MUTANTS) \
+	$(if $(CONFIG_CUDA),-DCONFIG_CUDA -I$(CUDA_HOME)/include) $(if $(CONFIG_SDT),-DCONFIG_SDT) \
+	$(if $(SAN),-DKV_SANITIZED)
+CFLAGS := -std=gnu11 $(OPT) -g -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS)
+LDFLAGS := -pthread $(SANFLAGS) -Wl,-z,relro,-z,now
+NVFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-parameter \
+	-Werror all-warnings --expt-relaxed-constexpr -I. -Iinclude -DCONFIG_CUDA \
+	$(foreach a,$(CUDA_ARCHS),-gencode=arch=compute_$(a)$(,)code=sm_$(a))
+CUDA_LIBS := $(if $(CONFIG_CUDA),-L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt)
+
+# ---------------------------------------------------------------- directories
+DIRS := kvmd kvmd/dbg kvmd/backend kvmd/mm kvmd/own kvmd/ipc libkvclient kernels \
+	engine engine/model engine/run engine/http \
+	tools/kvmctl tools/kvquant tools/kvbench tests/bench
+
+define load_dir
+obj-y :=
+obj-main :=
+-include $(1)/Kbuild
+objs-$(1) := $$(addprefix $$(O)/obj/$(1)/,$$(obj-y))
+main-$(1) := $$(addprefix $$(O)/obj/$(1)/,$$(obj-main))
+endef
+$(foreach d,$(DIRS),$(eval $(call load_dir,$(d))))
+
+KVD_OBJS := $(objs-kvmd) $(objs-kvmd/dbg) $(objs-kvmd/backend) $(objs-kvmd/mm) \
+	$(objs-kvmd/own) $(objs-kvmd/ipc)
+ENG_OBJS := $(objs-engine) $(objs-engine/model) $(objs-engine/run) $(objs-engine/http)
+
+LIB_KVD := -luring -lcjson -lsodium -ljemalloc
+LIB_ENG := -lcjson -lpcre2-8 -lmicrohttpd -lsodium -fopenmp $(CUDA_LIBS) -lm
+LIB_KERN := -fopenmp $(CUDA_LIBS) -lm
+
+BINS := $(if $(main-kvmd),$(O)/kvmd) $(if $(main-tools/kvmctl),$(O)/kvmctl) \
+	$(if $(main-engine),$(O)/kv-engine) $(if $(main-tools/kvquant),$(O)/kvquant) \
+	$(if $(main-tools/kvbench),$(O)/kvbench)
+LIBS := $(O)/libkvclient.a $(O)/libkvclient.so
+
+.PHONY: all kernels tests clean help check check-mutants check-long check-layers check-abi \
+	check-format check-tour check-cc check-san demo deps install-deps bundle
+all: $(BINS) $(LIBS)
+
+$(O)/libkvd.a: $(KVD_OBJS)
+$(O)/libkvclient.a: $(objs-libkvclient)
+$(O)/libkernels.a: $(objs-kernels)
+$(O)/libengine.a: $(ENG_OBJS)
+$(O)/libquant.a: $(objs-tools/kvquant)
+$(O)/libbench.a: $(objs-tools/kvbench) $(objs-tests/bench)
+$(O)/libctl.a: $(objs-tools/kvmctl)
+$(O)/%.a:
+	$(call say,AR,$@)
+	$(Q)mkdir -p $(@D) && rm -f $@ && ar rcs $@ $(filter %.o,$^)
+
+$(O)/libkvclient.so: $(objs-libkvclient) libkvclient/kvclient.map
+	$(call say,LD,$@)
+	$(Q)$(CC) -shared $(LDFLAGS) -Wl,-soname,libkvclient.so.1 \
+		-Wl,--version-script=libkvclient/kvclient.map -o $@ $(filter %.o,$^)
+
+define link
+	$(call say,LD,$@)
+	$(Q)mkdir -p $(@D) && $(CC) $(LDFLAGS) -o $@ $(filter %.o,$^) \
+		-Wl,--start-group $(filter %.a,$^) -Wl,--end-group $(1)
+endef
+
+$(O)/kvmd: $(main-kvmd) $(O)/libkvd.a
+	$(call link,$(LIB_KVD))
+$(O)/kvmctl: $(main-tools/kvmctl) $(O)/libctl.a
+	$(call link,-lcjson -lm)
+$(O)/kv-engine: $(main-engine) $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a
+	$(call link,$(LIB_ENG))
+$(O)/kvquant: $(main-tools/kvquant) $(O)/libquant.a $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a
+	$(call link,$(LIB_ENG))
+$(O)/kvbench: $(main-tools/kvbench) $(O)/libbench.a $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a $(O)/libkvd.a
+	$(call link,$(LIB_ENG) $(LIB_KVD))
+
+# ---------------------------------------------------------------- compile
+$(O)/obj/%.o: %.c
+	$(call say,CC,$<)
+	$(Q)mkdir -p $(@D) && $(CC) $(CPPFLAGS) $(CFLAGS) $(cflags-$(patsubst %/,%,$(dir $<))) \
+		$(cflags-$<) -MMD -MP -c -o $@ $<
+
+$(O)/obj/%.cu.o: %.cu
+	$(call say,NVCC,$<)
+	$(Q)mkdir -p $(@D) && $(NVCC) $(NVFLAGS) $(nvflags-$<) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
+
+cflags-kernels := -fopenmp -O3 -fno-math-errno -fno-trapping-math
+cflags-engine/run := -fopenmp
+cflags-engine/model := -fopenmp -O3
+
+-include $(shell find $(O) -name '*.d' 2>/dev/null)
+
+# ---------------------------------------------------------------- tests
+# A test program is one .c file; its directory says what it links.
+TEST_DIRS := tests/unit/mm tests/unit/own tests/unit/ipc tests/unit/model tests/unit/client \
+	tests/unit/tools tests/abi tests/kernels tests/ipc tests/fault tests/e2e
+TEST_SRCS := $(filter-out %/common.c,$(wildcard $(addsuffix /*.c,$(TEST_DIRS))))
+TEST_BINS := $(patsubst %.c,$(O)/%,$(TEST_SRCS))
+TESTS ?= $(TEST_BINS)
+
+tlib-tests/unit/mm := $(O)/libkvd.a
+tlib-tests/unit/own := $(O)/libkvd.a
+tlib-tests/unit/ipc := $(O)/libkvd.a
+tlib-tests/unit/client := $(O)/libkvclient.a
+tlib-tests/unit/model := $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a
+tlib-tests/unit/tools := $(O)/libquant.a $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a
+tlib-tests/abi := $(O)/libkvclient.a
+tlib-tests/kernels := $(O)/libkernels.a
+tlib-tests/ipc := $(O)/libkvclient.a $(O)/libkernels.a
+tlib-tests/fault := $(O)/libkvd.a $(O)/libkvclient.a
+tlib-tests/e2e := $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a
+tsys-tests/unit/mm := $(LIB_KVD) -lm
+tsys-tests/unit/own := $(LIB_KVD) -lm
+tsys-tests/unit/ipc := $(LIB_KVD) -lm
+tsys-tests/unit/client := -lm
+tsys-tests/unit/model := $(LIB_ENG)
+tsys-tests/unit/tools := $(LIB_ENG)
+tsys-tests/abi := -lm
+tsys-tests/kernels := $(LIB_KERN)
+tsys-tests/ipc := $(LIB_KERN) -lsodium
+tsys-tests/fault := $(LIB_KVD) -lm
+tsys-tests/e2e := $(LIB_ENG)
+
+define test_rule
+$(O)/$(1)/%: $(O)/obj/$(1)/%.o $(tlib-$(1)) $(patsubst %.c,$(O)/obj/%.o,$(wildcard $(1)/common.c))
+	$$(call say,LD,$$@)
+	$$(Q)mkdir -p $$(@D) && $$(CC) $$(LDFLAGS) -o $$@ $$(filter %.o,$$^) -Wl,--start-group $$(filter %.a,$$^) \
+		-Wl,--end-group $$(tsys-$(1))
+endef
+$(foreach d,$(TEST_DIRS),$(eval $(call test_rule,$(d))))
+
+$(O)/tests/run: $(O)/obj/tests/run.o
+	$(call link,)
+
+tests: all $(TEST_BINS) $(O)/tests/run
+kernels: $(O)/libkernels.a $(filter $(O)/tests/kernels/%,$(TEST_BINS)) $(O)/tests/run
+
+-include tests/bench/bundle.mk
+
+# ---------------------------------------------------------------- checks
+check: deps
+	$(Q)$(MAKE) --no-print-directory check-run
+
+check-run: tests
+	$(Q)tools/check
+
+check-mutants: deps
+	$(Q)$(MAKE) --no-print-directory MUTANTS=1 tests
+	$(Q)tools/check-mutants build/mutants
+
+check-model: deps
+	$(Q)tools/check-model
+
+check-layers:
+	$(Q)tools/check-layers
+
+check-format:
+	$(Q)git ls-files '*.c' '*.h' '*.cu' '*.cuh' | xargs clang-format --dry-run -Werror
+
+demo: deps
+	$(Q)$(MAKE) --no-print-directory $(if $(MUTANT),MUTANTS=1) all
+	$(Q)KV_BUILD=$(if $(MUTANT),build/mutants,$(O)) KV_MUTANT=$(MUTANT) tools/demo
+
+deps install-deps:
+	$(Q)tools/install-deps
+
+clean:
+	$(Q)rm -rf build
+
+help:
+	$(Q)sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
