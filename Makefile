@@ -186,12 +186,16 @@ kernels: $(O)/libkernels.a $(filter $(O)/tests/kernels/%,$(TEST_BINS)) $(O)/test
 check: deps
 	$(Q)$(MAKE) --no-print-directory check-run
 
+# Scripts that print TAP are tests like any other.
+SCRIPT_TESTS := tests/model/check.sh tools/check-layers
+
 check-run: tests
-	$(Q)tools/check
+	$(Q)rm -rf $(O)/tap
+	$(Q)KV_BUILD=$(abspath $(O)) $(O)/tests/run $(O)/tap $(TESTS) $(SCRIPT_TESTS)
 
 check-mutants: deps
 	$(Q)$(MAKE) --no-print-directory MUTANTS=1 tests
-	$(Q)tools/check-mutants build/mutants
+	$(Q)KV_BUILD=$(abspath build/mutants) tools/check-mutants build/mutants
 
 check-model: deps
 	$(Q)tools/check-model

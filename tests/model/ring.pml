@@ -1,0 +1,34 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * ring.pml - A hostile producer rewrites entries and lies about the tail (design 6, cases O57).
+ * Asserted: what was checked is what is used; the consumer stays inside the ring.
+ * Mutant: DOUBLE_FETCH (the entry is read again after its check).
+ * Sequentially consistent; weak memory is argued in docs/safety.md. Run: tests/model/check.sh
+ */
+/* ring.pml: hostile producer; -DDOUBLE_FETCH is the mutant */
+#define N 4
+#define MAXPG 2
+byte ent[N]; byte tail=0; byte head_pub=0; byte executed=0;
+active proctype hostile() { byte i;
+  do :: executed<6 -> i=0; do :: i<N-1 -> i++ :: break od;
+        if :: ent[i]=0 :: ent[i]=1 :: ent[i]=2 :: ent[i]=3 fi
+     :: tail<6 -> tail++
+     :: tail<6 -> tail = tail + 3           /* lies */
+     :: executed>=6 -> break
+     :: break od }
+active proctype daemon() { byte head=0; byte t; byte v; byte avail;
+  do :: atomic { t = tail } avail = t - head;
+        if :: avail > N -> break            /* quarantine */
+           :: avail == 0 -> if :: executed>=6 -> break :: timeout -> break :: skip fi
+           :: else ->
+#ifdef DOUBLE_FETCH
+              if :: ent[head % N] < MAXPG -> v = ent[head % N]; assert(v < MAXPG); executed++
+                 :: else -> skip fi;
+#else
+              v = ent[head % N];
+              if :: v < MAXPG -> assert(v < MAXPG); executed++ :: else -> skip fi;
+#endif
+              head++; head_pub = head
+        fi
+     :: executed>=6 -> break od;
+  assert(head <= 12) }
