@@ -8,6 +8,7 @@
 #ifndef ENG_MODEL_ERR_H
 #define ENG_MODEL_ERR_H
 
+#include <stdarg.h>
 #include <stdio.h>
 
 /** struct eng_err - one line without newline; empty while nothing failed */
@@ -15,9 +16,21 @@ struct eng_err {
 	char text[512];
 };
 
-/* Evaluates to @code, so that `return eng_refuse(err, -EINVAL, "...")` reads as one act.
+/**
+ * eng_refuse() - say why and hand the code on: `return eng_refuse(err, -EINVAL, "...")`
+ * @code: returned as it is
+ *
+ * A longer text is cut at 511 bytes.
  */
-#define eng_refuse(err_, code_, ...) \
-	(snprintf((err_)->text, sizeof((err_)->text), __VA_ARGS__), (code_))
+__attribute__((format(printf, 3, 4))) static inline int
+eng_refuse(struct eng_err *err, int code, const char *fmt, ...)
+{
+	va_list ap;
+
+	va_start(ap, fmt);
+	vsnprintf(err->text, sizeof(err->text), fmt, ap);
+	va_end(ap);
+	return code;
+}
 
 #endif
