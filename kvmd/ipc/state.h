@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * ipc/state.h - the few numbers that must survive a restart, and the memory given to the
+ * core.
+ *
+ * STATE_DIR/counters holds the generation bound and the grace epoch (design 5, P1 and
+ * P7): no value at or above a saved one was ever used. It is replaced by write, fsync,
+ * rename, fsync of the directory, so a crash leaves the old or the new one. A damaged
+ * file stops the start: guessing a bound could repeat a generation.
+ *
+ * STATE_DIR/lock is held by flock: one daemon per directory.
+ */
+#ifndef KVD_IPC_STATE_H
+#define KVD_IPC_STATE_H
+
+#include "kvmd/mm/env.h"
+
+/**
+ * struct kvd_state - an open state directory
+ * @dir_fd: owner
+ * @lock_fd: owner; holds the lock
+ * @saved: last saved values, by enum kvd_saved
+ * @nr_saves: files written
+ */
+struct kvd_state {
+	int dir_fd;
+	int lock_fd;
+	u64 saved[2];
+	u64 nr_saves;
+};
+
+/**
+ * kvd_state_open() - open, lock and read a state directory
+ * @error: room for @error_bytes; says what and where
+ *
+ * A missing directory is made with mode 0700. Not there yet means both counters are 1.
+ * Return: 0; -EBUSY another daemon holds it; -EBADMSG damaged; -EPERM others may write to
+ *it; -errno.
+ */
+int kvd_state_open(const char *path, struct kvd_state *state, char *error,
+		   size_t error_bytes);
+
+/** kvd_state_close() - give up the lock */
+void kvd_state_close(struct kvd_state *state);
+
+/** kvd_state_env() - services for the core; @state is borrowed */
+struct kvd_env kvd_state_env(struct kvd_state *state);
+
+#endif
