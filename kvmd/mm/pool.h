@@ -1,0 +1,216 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * mm/pool.h - a pool (pages of one domain and layout on one GPU) and the loop's memory
+ * state. (tour 6/12) struct kvd_mm is the memory half of the core: backend, generations,
+ * grace periods, pools, clock. mm/ knows tenants only as struct kvd_account by index,
+ * sessions only as struct kvd_reader. What own/ must do when a grace period ends or a
+ * page is evicted goes up through struct kvd_mm_ops. Loop thread only.
+ */
+#ifndef KVD_POOL_H
+#define KVD_POOL_H
+
+#include "base/list.h"
+#include "kvmd/backend/backend.h"
+#include "kvmd/mm/env.h"
+#include "kvmd/mm/extent.h"
+#include "kvmd/mm/freelist.h"
+#include "kvmd/mm/grace.h"
+#include "kvmd/mm/lru.h"
+#include "kvmd/mm/page.h"
+#include "kvmd/mm/tag.h"
+
+#define KVD_POOLS_MAX	       64u
+#define KVD_TENANTS_MAX	       256u
+#define KVD_DOMAIN_TENANTS_MAX 32u
+
+struct kvd_pool;
+
+/**
+ * struct kvd_mm_ops - what mm/ asks of own/; all mandatory
+ * @quarantine_done: no step can touch @pfn any more: drop its charge; the page is FREE
+ *when this returns
+ * @seal_done: @pfn may be found from now on
+ * @evict: take CACHED @pfn out of the index, kill it and put it into quarantine
+ * @may_grow: may @pool's domain take @extent_bytes more from the device? (min of others)
+ * @extent_live: a new extent: sessions of the pool must get it
+ * @extent_draining: sessions that hold it must unmap it
+ * @extent_gone: released to the backend
+ * @stalled: @r has held back a grace period for too long; called once per stall
+ */
+struct kvd_mm_ops {
+	void (*quarantine_done)(struct kvd_pool *pool, u32 pfn);
+	void (*seal_done)(struct kvd_pool *pool, u32 pfn);
+	void (*evict)(struct kvd_pool *pool, u32 pfn);
+	bool (*may_grow)(struct kvd_pool *pool);
+	void (*extent_live)(struct kvd_pool *pool, u32 index);
+	void (*extent_draining)(struct kvd_pool *pool, u32 index);
+	void (*extent_gone)(struct kvd_pool *pool, u32 index);
+	void (*stalled)(struct kvd_mm *mm, struct kvd_reader *r);
+};
+
+/**
+ * struct kvd_mm - memory state of one loop
+ * @env: outside services; borrowed
+ * @ops: own/'s hooks; borrowed
+ * @backend: borrowed
+ * @limits: of @backend; capacity_bytes may have been lowered by configuration
+ * @now_ns: time; set by kvd_core_run() and by whoever calls in between
+ * @table_epoch: this instance of kvmd
+ * @gens, @grace: see tag.h, grace.h
+ * @extent_bytes_used: all extents, DRAINING ones included
+ * @pools: by index; pool_id = index + 1
+ * @accounts: by tenant index; NULL = unused; borrowed from own/
+ * @lru_clock: counts uses
+ * @stall_ns: a slot older than this is a stall
+ * @reclaim_debt: pages that background reclaim was asked for, by tenant index
+ */
+struct kvd_mm {
+	const struct kvd_env *env;
+	const struct kvd_mm_ops *ops;
+	struct kvd_backend *backend;
+	struct kvd_backend_limits limits;
+	u64 now_ns;
+	u64 table_epoch;
+	struct kvd_gens gens;
+	struct kvd_grace grace;
+	u64 extent_bytes_used;
+	struct kvd_pool *pools[KVD_POOLS_MAX];
+	struct kvd_account *accounts[KVD_TENANTS_MAX];
+	u64 lru_clock;
+	u64 stall_ns;
+};
+
+/**
+ * struct kvd_pool - pages of one layout in one domain
+ * @mm: borrowed
+ * @id: 1..KVD_POOLS_MAX
+ * @domain_id: domain
+ * @group: the domain's readers; borrowed
+ * @owner: own/'s struct kvd_domain; borrowed
+ * @layout, @scales, @fingerprint: what the bytes mean; @scales owned
+ * @geo: where a page lies
+ * @frames_region, @table_region, @tokens_region, @scratch_region: owned
+ * @hdr: head of the records
+ * @frames: records, [geo.nr_pages]
+ * @links: volatile part, [geo.nr_pages]
+ * @tokens: [geo.nr_pages][KV_PAGE_TOKENS] token ids of indexed pages
+ * @table: published
+ * @free: FREE pages
+ * @lru: by the tenant's slot in its domain (account index -> @lru_slot)
+ * @extents: [nr_extents]; owned
+ * @nr_extents: most extents
+ * @nr_live_extents: LIVE ones
+ * @next_serial: of the next extent
+ * @nr: pages by state; ABSENT counted too, so they sum to geo.nr_pages
+ * @reclaim_debt: pages that background reclaim was asked to free
+ * @low_pages, @high_pages: watermarks of free pages
+ * @starved: an allocation has failed since pages were last freed
+ * @hash_heads: prefix index, [hash_mask + 1] pfns
+ * @hash_mask: power of two - 1
+ * @key_bits: bits of a key that are compared; 128, less only in tests (case O42)
+ * @lookups, @hits, @allocs, @frees, @evictions, @seals: counters
+ * @sweep_pfn: where the audit slice goes on
+ */
+struct kvd_pool {
+	struct kvd_mm *mm;
+	u32 id;
+	u32 domain_id;
+	struct kvd_reader_group *group;
+	void *owner;
+	struct kv_layout layout;
+	float *scales;
+	u64 fingerprint;
+	struct kv_geometry geo;
+	struct kvd_region frames_region, table_region, tokens_region, scratch_region;
+	struct kvd_frames_hdr *hdr;
+	struct kvd_frame *frames;
+	struct kvd_link *links;
+	u32 *tokens;
+	struct kvd_table table;
+	struct kvd_freelist free;
+	struct kvd_lru lru[KVD_DOMAIN_TENANTS_MAX];
+	struct kvd_extent *extents;
+	u32 nr_extents;
+	u32 nr_live_extents;
+	u64 next_serial;
+	u32 nr[KVD_FRAME_STATES];
+	u32 reclaim_debt;
+	u32 low_pages, high_pages;
+	bool starved;
+	u32 *hash_heads;
+	u32 hash_mask;
+	u32 key_bits;
+	u64 lookups, hits, allocs, frees, evictions, seals;
+	u32 sweep_pfn;
+};
+
+/**
+ * struct kvd_pool_params - a new pool
+ */
+struct kvd_pool_params {
+	u32 domain_id;
+	void *owner;
+	struct kvd_reader_group *group;
+	const struct kv_layout *layout;
+	const float *scales;
+	u64 fingerprint;
+	u64 capacity_bytes; /* most bytes of extents; 0 = the backend's */
+};
+
+/**
+ * kvd_pool_create() - regions, table, empty lists; no extent yet
+ *
+ * Return: 0; -ENOSPC KVD_POOLS_MAX reached; -E2BIG as kvd_geometry_choose(); -ENOMEM;
+ * -EMFILE.
+ */
+int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
+		    struct kvd_pool **ret_pool);
+
+/** kvd_pool_destroy() - all pages are FREE or ABSENT, no extent is given to a session */
+void kvd_pool_destroy(struct kvd_pool *pool);
+
+/** kvd_pool_nr_free() - FREE pages */
+static inline u32 kvd_pool_nr_free(const struct kvd_pool *pool)
+{
+	return pool->nr[KVD_FREE];
+}
+
+/** kvd_pool_nr_used() - pages that are neither ABSENT nor FREE */
+static inline u32 kvd_pool_nr_used(const struct kvd_pool *pool)
+{
+	return pool->geo.nr_pages - pool->nr[KVD_ABSENT] - pool->nr[KVD_FREE];
+}
+
+static inline u32 kvd_pool_extent_of(const struct kvd_pool *pool, u32 pfn)
+{
+	return pfn >> pool->geo.shift;
+}
+
+/**
+ * kvd_pool_take() - take a FREE page and make it live for a session
+ * @state: KVD_ACTIVE or KVD_MAGAZINE
+ * @tenant: who pays; the caller has charged it
+ * @session: client id
+ * @clean_first: see kvd_freelist_take()
+ * @ret_dirty: the page may hold bytes of another session
+ *
+ * The caller has checked that a FREE page and generations are there. Publishes nothing
+ * yet.
+ *
+ * Return: pfn.
+ */
+u32 kvd_pool_take(struct kvd_pool *pool, u32 state, u16 tenant, u64 session,
+		  bool clean_first, bool *ret_dirty);
+
+/**
+ * kvd_pool_kill() - the page dies: further generation without LIVE, logged, QUARANTINE
+ *
+ * No reference is left and the page is on no list. It becomes FREE by
+ * kvd_grace_advance().
+ */
+void kvd_pool_kill(struct kvd_pool *pool, u32 pfn, u32 event, u64 session);
+
+/** kvd_pool_release() - QUARANTINE -> FREE; called by mm_ops.quarantine_done only */
+void kvd_pool_release(struct kvd_pool *pool, u32 pfn);
+
+#endif /* KVD_POOL_H */

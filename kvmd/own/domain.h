@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * own/domain.h - a set of tenants that trust each other: shares prefixes, extents and
+ * grace periods. Nothing of a domain is visible outside it. Loop thread only.
+ */
+#ifndef KVD_DOMAIN_H
+#define KVD_DOMAIN_H
+
+#include "base/list.h"
+#include "kvmd/mm/pool.h"
+
+struct kvd_core;
+
+#define KVD_DOMAINS_MAX		64u
+#define KVD_DOMAIN_SECRET_BYTES 32u
+
+/**
+ * struct kvd_domain - one domain
+ * @id: index in core->domains
+ * @name: unique
+ * @secret: keys the prefix hashes; never leaves kvmd
+ * @group: announce slots of all its sessions
+ * @tenants: struct kvd_tenant.node
+ * @nr_tenants: how many
+ * @tenant_slots: bit per used kvd_tenant.slot
+ * @extent_bytes: charged: whole extents, DRAINING ones included
+ */
+struct kvd_domain {
+	u32 id;
+	char name[KV_NAME_BYTES];
+	u8 secret[KVD_DOMAIN_SECRET_BYTES];
+	struct kvd_reader_group group;
+	struct list_node tenants;
+	u32 nr_tenants;
+	u32 tenant_slots;
+	u64 extent_bytes;
+};
+
+/**
+ * kvd_domain_create() - an empty domain
+ * @secret: KVD_DOMAIN_SECRET_BYTES random bytes, copied
+ *
+ * Return: 0; -EEXIST; -EINVAL the name; -ENOSPC; -ENOMEM.
+ */
+int kvd_domain_create(struct kvd_core *core, const char *name, const u8 *secret,
+		      struct kvd_domain **ret_domain);
+
+/** kvd_domain_find() - by name, or NULL */
+struct kvd_domain *kvd_domain_find(struct kvd_core *core, const char *name);
+
+/** kvd_domain_destroy() - Return: 0; -EBUSY it has tenants, pools with pages or sessions
+ */
+int kvd_domain_destroy(struct kvd_core *core, struct kvd_domain *domain);
+
+/**
+ * struct kvd_evicted - what kvd_domain_evict() did or would do
+ * @cached: CACHED pages, evicted
+ * @unindexed: SEALED pages that stay with their readers but are not found any more
+ */
+struct kvd_evicted {
+	u32 cached;
+	u32 unindexed;
+};
+
+/**
+ * kvd_domain_evict() - forget every prefix of a domain (case O38)
+ * @dry_run: only count
+ */
+void kvd_domain_evict(struct kvd_core *core, struct kvd_domain *domain, bool dry_run,
+		      struct kvd_evicted *ret);
+
+/** kvd_domain_may_grow() - kvd_mm_ops.may_grow: min of other domains stays obtainable */
+bool kvd_domain_may_grow(struct kvd_pool *pool);
+
+#endif /* KVD_DOMAIN_H */

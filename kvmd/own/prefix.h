@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * own/prefix.h - prefix keys, the index, SEAL and LOOKUP (design section 8).
+ *
+ * Key of page i = BLAKE2b-128(message = 64 token ids as u32 LE; salt = key i-1; personal
+ * = BLAKE2b-128 of the layout fingerprint). Key -1 is BLAKE2b-128 of a constant under the
+ * domain's secret, so a domain's keys mean nothing in another one. LoRA, model and the
+ * rest of the layout are in the fingerprint, whose fields are typed and length-prefixed
+ * (case O43).
+ *
+ * The index is a chained hash in the pool's kvd_link array: no allocation, O(1). The key
+ * comes first, then the stored tokens are compared as well (O42). An entry is entered by
+ * SEAL and findable after SEAL's grace period. Hashing is done in slices of
+ * KVD_HASH_SLICE pages a turn through cursors that the caller keeps. Loop thread only.
+ */
+#ifndef KVD_PREFIX_H
+#define KVD_PREFIX_H
+
+#include "kvmd/own/session.h"
+
+#define KVD_HASH_SLICE 16u
+
+/** kvd_prefix_root_key() - key -1 of a domain and layout */
+void kvd_prefix_root_key(const u8 *secret, u64 fingerprint, u8 *ret_key);
+
+/** kvd_prefix_key() - key of one page of 64 tokens after @parent_key */
+void kvd_prefix_key(u64 fingerprint, const u8 *parent_key, const u32 *tokens,
+		    u8 *ret_key);
+
+/**
+ * struct kvd_seal_op - a SEAL in progress; lies in the caller's request
+ * @s, @a: who and where; the caller drops the op when the session ends or closes the pool
+ * @arg: copy of the argument
+ * @pages: [nr], @tokens: [nr][64], @rets: [nr]: private copies of the caller
+ * @nr: pages
+ * @hashed: keys computed so far
+ * @key: of page @hashed - 1
+ */
+struct kvd_seal_op {
+	struct kvd_session *s;
+	struct kvd_attach *a;
+	struct kv_seal_arg arg;
+	const struct kv_seal_page *pages;
+	const u32 *tokens;
+	struct kv_seal_ret *rets;
+	u32 nr;
+	u32 hashed;
+	u8 key[KV_KEY_BYTES];
+};
+
+/**
+ * kvd_seal_start() - set up @op; s, a, arg, pages, tokens, rets, nr are filled by the
+ * caller
+ *
+ * Return: 0: now kvd_seal_step(); -EINVAL a flag, a reserved field, nr or a pfn.
+ */
+int kvd_seal_start(struct kvd_seal_op *op);
+
+/**
+ * kvd_seal_step() - hash up to KVD_HASH_SLICE pages; after the last one seal them all in
+ *one act
+ *
+ * Return: -EAGAIN: call again in the next turn; 0: sealed, @op->rets is filled; KV_STALE:
+ *a page is not held for writing with that generation, or named twice: nothing was sealed.
+ */
+int kvd_seal_step(struct kvd_seal_op *op);
+
+/**
+ * struct kvd_lookup_op - a LOOKUP in progress; lies in the caller's request
+ * @s, @a: as above. When the session ends its pins drop with all others
+ * @tokens: [nr_tokens], the caller's private copy
+ * @nr_tokens: only whole pages are looked up
+ * @max_pages: stop after so many hits; 0 = room in @hits
+ * @hits: [hits_max]
+ * @nr: pages found, each pinned for @s
+ * @key: of page @nr - 1
+ * @parent: pfn of page @nr - 1
+ */
+struct kvd_lookup_op {
+	struct kvd_session *s;
+	struct kvd_attach *a;
+	const u32 *tokens;
+	u32 nr_tokens;
+	u32 max_pages;
+	struct kv_hit *hits;
+	u32 hits_max;
+	u32 nr;
+	u8 key[KV_KEY_BYTES];
+	u32 parent;
+};
+
+/** kvd_lookup_start() - set up @op; s .. hits_max are filled by the caller. Return: 0;
+ * -EINVAL */
+int kvd_lookup_start(struct kvd_lookup_op *op);
+
+/**
+ * kvd_lookup_step() - hash, find and pin up to KVD_HASH_SLICE pages
+ *
+ * Return: -EAGAIN: call again; 0: op->nr >= 1 pages are pinned; KV_MISS: none.
+ */
+int kvd_lookup_step(struct kvd_lookup_op *op);
+
+/** kvd_prefix_remove() - take an indexed page out of the index (evict, revoke, reset) */
+void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn);
+
+/** kvd_prefix_find() - page with this key and these tokens, findable or not, or
+ * KVD_PFN_NONE */
+u32 kvd_prefix_find(const struct kvd_pool *pool, const u8 *key, const u32 *tokens);
+
+/** kvd_prefix_seal_done() - kvd_mm_ops.seal_done */
+void kvd_prefix_seal_done(struct kvd_pool *pool, u32 pfn);
+
+/** kvd_prefix_evict() - kvd_mm_ops.evict */
+void kvd_prefix_evict(struct kvd_pool *pool, u32 pfn);
+
+#endif /* KVD_PREFIX_H */
