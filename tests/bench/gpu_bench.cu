@@ -1,0 +1,366 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * gpu_bench.cu - read ceiling, graph timing, random data and printing for
+ * kvbench-kernels. Who may touch what: see gpu_bench.h. One thread.
+ */
+#include "gpu_bench.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#ifndef KVB_COMMIT
+#define KVB_COMMIT "unknown"
+#endif
+
+void kvb_cuda_check(cudaError_t e, const char *expr, const char *file, int line)
+{
+	if (e == cudaSuccess)
+		return;
+	fprintf(stderr, "%s:%d: %s: %s\n", file, line, expr, cudaGetErrorString(e));
+	exit(1);
+}
+
+/* ------------------------------------------------------------------------ random data */
+
+__device__ __forceinline__ uint64_t mix(uint64_t z)
+{
+	z += 0x9e3779b97f4a7c15ull;
+	z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+	z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+	return z ^ (z >> 31);
+}
+
+/* Sum of four uniforms (16 bits each), scaled to unit variance. */
+__device__ __forceinline__ float normalish(uint64_t r)
+{
+	float s = (float)(r & 0xffff) + (float)((r >> 16) & 0xffff) +
+		  (float)((r >> 32) & 0xffff) + (float)(r >> 48);
+
+	return (s * (1.0f / 65536.0f) - 2.0f) * 1.7320508f;
+}
+
+/* kind: 0 bf16, 1 f32, 2 raw bytes, 3 e4m3 */
+__global__ void fill_kernel(void *dst, size_t n, uint64_t seed, float stddev, int kind)
+{
+	size_t step = (size_t)gridDim.x * blockDim.x;
+	size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+
+	for (; i < n; i += step) {
+		uint64_t r = mix(seed * 0x100000001b3ull + i);
+
+		if (kind == 1) {
+			((float *)dst)[i] = normalish(r) * stddev;
+		} else if (kind == 2) {
+			((uint64_t *)dst)[i] = r;
+		} else if (kind == 0) {
+			uint32_t u = __float_as_uint(normalish(r) * stddev);
+
+			u += 0x7fff + ((u >> 16) & 1);
+			((uint16_t *)dst)[i] = (uint16_t)(u >> 16);
+		} else {
+			/* eight e4m3 bytes per item; 0x7f and 0xff are the NaNs */
+			uint64_t out = 0;
+
+			for (int j = 0; j < 8; j++) {
+				float v = normalish(mix(r + j)) * 112.0f;
+				uint16_t q;
+
+				asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+				    : "=h"(q)
+				    : "f"(0.0f), "f"(v));
+				out |= (uint64_t)(q & 0xff) << (8 * j);
+			}
+			((uint64_t *)dst)[i] = out;
+		}
+	}
+}
+
+static void fill(struct kvb_ctx *ctx, void *dst, size_t n, uint64_t seed, float stddev,
+		 int kind)
+{
+	fill_kernel<<<1056, 256, 0, ctx->stream>>>(dst, n, seed, stddev, kind);
+	KVB_CUDA(cudaGetLastError());
+}
+
+void kvb_fill_bf16(struct kvb_ctx *ctx, void *dst, size_t n, uint64_t seed, float stddev)
+{
+	fill(ctx, dst, n, seed, stddev, 0);
+}
+
+void kvb_fill_f32(struct kvb_ctx *ctx, float *dst, size_t n, uint64_t seed, float stddev)
+{
+	fill(ctx, dst, n, seed, stddev, 1);
+}
+
+void kvb_fill_bytes(struct kvb_ctx *ctx, void *dst, size_t bytes, uint64_t seed)
+{
+	fill(ctx, dst, bytes / 8, seed, 0.0f, 2);
+}
+
+void kvb_fill_e4m3(struct kvb_ctx *ctx, void *dst, size_t n, uint64_t seed)
+{
+	fill(ctx, dst, n / 8, seed, 0.0f, 3);
+}
+
+uint64_t kvb_random(uint64_t *state)
+{
+	uint64_t z = *state += 0x9e3779b97f4a7c15ull;
+
+	z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+	z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+	return z ^ (z >> 31);
+}
+
+double kvb_rel_err(const float *a, const double *b, size_t n)
+{
+	double num = 0.0, den = 0.0;
+
+	for (size_t i = 0; i < n; i++) {
+		double d = (double)a[i] - b[i];
+
+		if (!isfinite(d))
+			return INFINITY;
+		num += d * d;
+		den += b[i] * b[i];
+	}
+	return den > 0.0 ? sqrt(num / den) : (num > 0.0 ? INFINITY : 0.0);
+}
+
+/* ------------------------------------------------------------------------------ timing
+ */
+
+__global__ void __launch_bounds__(512)
+	read_kernel(const uint4 *src, size_t n, uint32_t *sink)
+{
+	size_t step = (size_t)gridDim.x * blockDim.x;
+	size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+	uint4 acc = {0, 0, 0, 0};
+
+	for (; i + 3 * step < n; i += 4 * step) {
+		uint4 v[4];
+
+		for (int j = 0; j < 4; j++)
+			v[j] = __ldcs(src + i + j * step);
+		for (int j = 0; j < 4; j++) {
+			acc.x ^= v[j].x;
+			acc.y ^= v[j].y;
+			acc.z ^= v[j].z;
+			acc.w ^= v[j].w;
+		}
+	}
+	if ((acc.x ^ acc.y ^ acc.z ^ acc.w) == 0x12345678u)
+		*sink = 1; /* keeps the loads alive */
+}
+
+static int cmp_double(const void *a, const void *b)
+{
+	double x = *(const double *)a, y = *(const double *)b;
+
+	return x < y ? -1 : x > y;
+}
+
+/* Replay and fill the row's times. */
+static void replay(struct kvb_ctx *ctx, cudaGraphExec_t exec, uint32_t nr_calls,
+		   struct kvb_row *row)
+{
+	int n = ctx->quick ? 7 : KVB_REPLAYS;
+	double us[KVB_REPLAYS];
+	cudaEvent_t e0, e1;
+
+	KVB_CUDA(cudaEventCreate(&e0));
+	KVB_CUDA(cudaEventCreate(&e1));
+	for (int i = 0; i < 2; i++)
+		KVB_CUDA(cudaGraphLaunch(exec, ctx->stream));
+	for (int i = 0; i < n; i++) {
+		float ms;
+
+		KVB_CUDA(cudaEventRecord(e0, ctx->stream));
+		KVB_CUDA(cudaGraphLaunch(exec, ctx->stream));
+		KVB_CUDA(cudaEventRecord(e1, ctx->stream));
+		KVB_CUDA(cudaEventSynchronize(e1));
+		KVB_CUDA(cudaEventElapsedTime(&ms, e0, e1));
+		us[i] = (double)ms * 1e3 / nr_calls;
+	}
+	qsort(us, n, sizeof(us[0]), cmp_double);
+	row->us = us[n / 2];
+	row->us_min = us[0];
+	row->us_max = us[n - 1];
+	KVB_CUDA(cudaEventDestroy(e0));
+	KVB_CUDA(cudaEventDestroy(e1));
+}
+
+uint32_t kvb_calls(double bytes)
+{
+	double n = ceil((double)KVB_ROTATE / (bytes > 1.0 ? bytes : 1.0));
+
+	return n < 8.0 ? 8u : n > 96.0 ? 96u : (uint32_t)n;
+}
+
+int kvb_time(struct kvb_ctx *ctx, kvb_call call, void *arg, uint32_t nr_sets,
+	     uint32_t nr_calls, struct kvb_row *row)
+{
+	cudaGraphExec_t exec;
+	cudaGraph_t graph;
+	int r = 0;
+
+	KVB_CUDA(cudaStreamSynchronize(ctx->stream));
+	KVB_CUDA(cudaStreamBeginCapture(ctx->stream, cudaStreamCaptureModeThreadLocal));
+	for (uint32_t i = 0; i < nr_calls && !r; i++)
+		r = call(ctx, arg, i % nr_sets);
+	KVB_CUDA(cudaStreamEndCapture(ctx->stream, &graph));
+	if (!r) {
+		KVB_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+		replay(ctx, exec, nr_calls, row);
+		KVB_CUDA(cudaGraphExecDestroy(exec));
+	}
+	KVB_CUDA(cudaGraphDestroy(graph));
+	return r;
+}
+
+struct ceiling_arg {
+	uint4 *buf;
+	size_t n;
+	uint32_t *sink;
+};
+
+static int ceiling_call(struct kvb_ctx *ctx, void *arg, uint32_t set)
+{
+	struct ceiling_arg *c = (struct ceiling_arg *)arg;
+
+	(void)set;
+	read_kernel<<<132 * 4, 512, 0, ctx->stream>>>(c->buf, c->n, c->sink);
+	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+}
+
+/* 4 GiB, far more than the L2, by plain 16-byte loads. */
+static int measure_ceiling(struct kvb_ctx *ctx)
+{
+	struct kvb_row row = {};
+	struct ceiling_arg c;
+	size_t bytes = 4ull << 30;
+	int r;
+
+	KVB_CUDA(cudaMalloc((void **)&c.buf, bytes));
+	KVB_CUDA(cudaMalloc((void **)&c.sink, 4));
+	c.n = bytes / 16;
+	kvb_fill_bytes(ctx, c.buf, bytes, 1);
+	r = kvb_time(ctx, ceiling_call, &c, 1, 2, &row);
+	ctx->ceiling = (double)bytes / row.us * 1e6;
+	ctx->flops_ceiling = 790e12;
+	KVB_CUDA(cudaFree(c.buf));
+	KVB_CUDA(cudaFree(c.sink));
+	return r;
+}
+
+int kvb_init(struct kvb_ctx *ctx)
+{
+	int nr = 0;
+
+	if (cudaGetDeviceCount(&nr) != cudaSuccess || nr == 0)
+		return -ENODEV;
+	KVB_CUDA(cudaSetDevice(0));
+	KVB_CUDA(cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking));
+	return measure_ceiling(ctx);
+}
+
+/* ---------------------------------------------------------------------------- printing
+ */
+
+bool kvb_selected(const struct kvb_ctx *ctx, const char *name, const char *shape)
+{
+	char both[2 * KVB_NAME_MAX + 2];
+
+	if (!ctx->filter)
+		return true;
+	snprintf(both, sizeof(both), "%s %s", name, shape);
+	return strstr(both, ctx->filter) != NULL;
+}
+
+static double row_floor(const struct kvb_ctx *ctx, const struct kvb_row *r)
+{
+	double b = r->bytes / ctx->ceiling * 1e6, f = r->flops / ctx->flops_ceiling * 1e6;
+
+	return b > f ? b : f;
+}
+
+static void print_row(const struct kvb_ctx *ctx, FILE *f, const struct kvb_row *r)
+{
+	fprintf(f, "%-26s %-12s %9.2f %9.2f %9.2f %8.1f %6.1f%%", r->name, r->shape,
+		r->us, r->us_min, r->us_max, row_floor(ctx, r),
+		100.0 * row_floor(ctx, r) / r->us);
+	if (r->peer_us > 0.0)
+		fprintf(f, " %8.1f", r->peer_us);
+	else
+		fprintf(f, " %8s", "-");
+	if (r->ours_us > 0.0)
+		fprintf(f, " %8.1f %-4s", r->ours_us,
+			r->us <= r->ours_us ? "ok" : "MISS");
+	else
+		fprintf(f, " %8s %-4s", "-", "");
+	if (r->err >= 0.0)
+		fprintf(f, " %8.1e", r->err);
+	fputc('\n', f);
+}
+
+void kvb_row_add(struct kvb_ctx *ctx, const struct kvb_row *row)
+{
+	print_row(ctx, stderr, row);
+	if (ctx->nr_rows < KVB_ROWS_MAX)
+		ctx->rows[ctx->nr_rows++] = *row;
+}
+
+static void print_json(const struct kvb_ctx *ctx, const char *family,
+		       const struct cudaDeviceProp *p, const char *date, int driver)
+{
+	const char *sep = "";
+
+	printf("{\"schema\": \"kvbench-kernels-1\", \"family\": \"%s\", \"commit\": \"%s\", "
+	       "\"gpu\": \"%s\", \"driver\": \"CUDA %d.%d\", \"date\": \"%s\", "
+	       "\"ceiling_tb_s\": %.3f, \"rows\": [",
+	       family, KVB_COMMIT, p->name, driver / 1000, driver % 1000 / 10, date,
+	       ctx->ceiling * 1e-12);
+	for (uint32_t i = 0; i < ctx->nr_rows; i++) {
+		const struct kvb_row *r = &ctx->rows[i];
+
+		printf("%s\n  {\"family\": \"%s\", \"name\": \"%s\", \"shape\": \"%s\", "
+		       "\"us\": %.2f, \"us_min\": %.2f, \"us_max\": %.2f, \"bytes\": %.0f, "
+		       "\"flops\": %.0f, \"frac\": %.3f, \"floor_us\": %.2f",
+		       sep, r->family, r->name, r->shape, r->us, r->us_min, r->us_max,
+		       r->bytes, r->flops, row_floor(ctx, r) / r->us, row_floor(ctx, r));
+		if (r->err >= 0.0)
+			printf(", \"err\": %.2e", r->err);
+		if (r->peer_us > 0.0)
+			printf(", \"peer_us\": %.1f", r->peer_us);
+		if (r->ours_us > 0.0)
+			printf(", \"target_us\": %.1f", r->ours_us);
+		printf("}");
+		sep = ",";
+	}
+	printf("\n]}\n");
+}
+
+void kvb_print(const struct kvb_ctx *ctx, const char *family, bool json)
+{
+	struct cudaDeviceProp p;
+	time_t now = time(NULL);
+	char date[32];
+	int driver = 0;
+
+	KVB_CUDA(cudaGetDeviceProperties(&p, 0));
+	KVB_CUDA(cudaDriverGetVersion(&driver));
+	strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
+	if (json) {
+		print_json(ctx, family, &p, date, driver);
+		return;
+	}
+	printf("# %s, %s, commit %s, read ceiling %.2f TB/s\n", p.name, date, KVB_COMMIT,
+	       ctx->ceiling * 1e-12);
+	printf("%-26s %-12s %9s %9s %9s %8s %7s %8s %8s %4s %8s\n", "name", "shape", "us",
+	       "min", "max", "floor", "frac", "peer", "target", "", "err");
+	for (uint32_t i = 0; i < ctx->nr_rows; i++)
+		print_row(ctx, stdout, &ctx->rows[i]);
+}
