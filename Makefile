@@ -174,6 +174,12 @@ $(O)/$(1)/%: $(O)/obj/$(1)/%.o $(tlib-$(1)) $(patsubst %.c,$(O)/obj/%.o,$(wildca
 endef
 $(foreach d,$(TEST_DIRS),$(eval $(call test_rule,$(d))))
 
+# A driver in memfds that tests load in place of libcuda.so.1
+$(O)/tests/fake/libcuda.so: $(O)/obj/tests/fake/cuda.o
+	$(call say,LD,$@)
+	$(Q)mkdir -p $(@D) && $(CC) -shared $(LDFLAGS) -o $@ $(filter %.o,$^)
+$(O)/tests/fault/cuda_backend: | $(O)/tests/fake/libcuda.so
+
 $(O)/tests/run: $(O)/obj/tests/run.o
 	$(call link,)
 

@@ -1,0 +1,160 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * cuda_syms.h - CUDA driver entry points, found at run time by dlopen.
+ *
+ * One binary starts with no driver, with a driver and no device, and with a device:
+ * nothing links against libcuda, and no CUDA header is needed to build (tests/abi
+ * compares the layouts below with cuda.h where there is one). KV_CUDA_LIB names another
+ * library: the fault-injecting driver of the tests.
+ *
+ * kvmd uses only the entries that need no context (facts F-ctx). CUDA results become
+ * errno in kv_cuda_errno() and go no further.
+ */
+#ifndef BASE_CUDA_SYMS_H
+#define BASE_CUDA_SYMS_H
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "util.h"
+
+typedef int kv_cu_result; /* CUresult; 0 = CUDA_SUCCESS */
+typedef int kv_cu_device;
+typedef u64 kv_cu_handle; /* CUmemGenericAllocationHandle */
+typedef u64 kv_cu_ptr;	  /* CUdeviceptr */
+
+/* CUmemLocation, CUmemAllocationProp, CUmemAccessDesc */
+struct kv_cu_location {
+	int type; /* 1 = device */
+	int id;
+};
+
+struct kv_cu_alloc_prop {
+	int type;	  /* 1 = pinned */
+	int handle_types; /* 1 = POSIX fd */
+	struct kv_cu_location location;
+	void *win32;
+	u8 compression, rdma;
+	u16 usage;
+	u8 reserved[4];
+};
+
+struct kv_cu_access {
+	struct kv_cu_location location;
+	int flags; /* 1 = read, 3 = read and write */
+};
+
+#define KV_CU_DEVICE	  1
+#define KV_CU_PINNED	  1
+#define KV_CU_POSIX_FD	  1
+#define KV_CU_READ	  1
+#define KV_CU_READWRITE	  3
+#define KV_CU_RECOMMENDED 1
+
+/* name in the library, member, arguments */
+#define KV_CUDA_SYMS(X)                                                                 \
+	X(cuInit, init, (unsigned flags))                                               \
+	X(cuDriverGetVersion, driver_version, (int *version))                           \
+	X(cuDeviceGetCount, device_count, (int *count))                                 \
+	X(cuDeviceGet, device_get, (kv_cu_device * dev, int ordinal))                   \
+	X(cuDeviceGetName, device_name, (char *name, int len, kv_cu_device dev))        \
+	X(cuDeviceGetUuid_v2, device_uuid, (u8 * uuid, kv_cu_device dev))               \
+	X(cuDeviceTotalMem_v2, device_bytes, (size_t * bytes, kv_cu_device dev))        \
+	X(cuDeviceGetAttribute, device_attr, (int *value, int attr, kv_cu_device dev))  \
+	X(cuMemGetAllocationGranularity, mem_granularity,                               \
+	  (size_t * bytes, const struct kv_cu_alloc_prop *prop, int option))            \
+	X(cuMemCreate, mem_create,                                                      \
+	  (kv_cu_handle * handle, size_t bytes, const struct kv_cu_alloc_prop *prop,    \
+	   u64 flags))                                                                  \
+	X(cuMemRelease, mem_release, (kv_cu_handle handle))                             \
+	X(cuMemExportToShareableHandle, mem_export,                                     \
+	  (void *fd, kv_cu_handle handle, int type, u64 flags))                         \
+	X(cuMemImportFromShareableHandle, mem_import,                                   \
+	  (kv_cu_handle * handle, void *fd, int type))                                  \
+	X(cuMemAddressReserve, va_reserve,                                              \
+	  (kv_cu_ptr * ptr, size_t bytes, size_t align, kv_cu_ptr hint, u64 flags))     \
+	X(cuMemAddressFree, va_free, (kv_cu_ptr ptr, size_t bytes))                     \
+	X(cuMemMap, mem_map,                                                            \
+	  (kv_cu_ptr ptr, size_t bytes, size_t offset, kv_cu_handle handle, u64 flags)) \
+	X(cuMemUnmap, mem_unmap, (kv_cu_ptr ptr, size_t bytes))                         \
+	X(cuMemSetAccess, mem_access,                                                   \
+	  (kv_cu_ptr ptr, size_t bytes, const struct kv_cu_access *desc, size_t nr))
+
+/**
+ * struct kv_cuda_syms - the driver, or nothing
+ * @lib: dlopen handle; NULL = not loaded
+ */
+struct kv_cuda_syms {
+	void *lib;
+#define KV_CUDA_MEMBER(sym, member, args) kv_cu_result(*member) args;
+	KV_CUDA_SYMS(KV_CUDA_MEMBER)
+#undef KV_CUDA_MEMBER
+};
+
+/**
+ * kv_cuda_load() - find the driver and all entries
+ * @error: @error_bytes; says what is missing; may be NULL
+ *
+ * Calls nothing: kv_cuda_syms.init is the caller's, since it takes 0.2 s and opens
+ * devices.
+ *
+ * Return: 0; -ENOENT no driver on this machine; -ENOSYS the driver lacks an entry.
+ */
+static inline int kv_cuda_load(struct kv_cuda_syms *s, char *error, size_t error_bytes)
+{
+	const char *name = getenv("KV_CUDA_LIB");
+
+	memset(s, 0, sizeof(*s));
+	s->lib = dlopen(name ? name : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+	if (!s->lib) {
+		if (error)
+			snprintf(error, error_bytes, "%s", dlerror());
+		return -ENOENT;
+	}
+#define KV_CUDA_FIND(sym, member, args)                                        \
+	*(void **)&s->member = dlsym(s->lib, #sym);                            \
+	if (!s->member) {                                                      \
+		if (error)                                                     \
+			snprintf(error, error_bytes, "driver lacks %s", #sym); \
+		goto missing;                                                  \
+	}
+	KV_CUDA_SYMS(KV_CUDA_FIND)
+#undef KV_CUDA_FIND
+	return 0;
+missing:
+	dlclose(s->lib);
+	s->lib = NULL;
+	return -ENOSYS;
+}
+
+/* The few results that callers tell apart; everything else is -EIO. */
+static inline int kv_cuda_errno(kv_cu_result r)
+{
+	switch (r) {
+	case 0:
+		return 0;
+	case 1:	  /* INVALID_VALUE */
+	case 400: /* INVALID_HANDLE */
+		return -EINVAL;
+	case 2: /* OUT_OF_MEMORY */
+		return -ENOMEM;
+	case 3:	 /* NOT_INITIALIZED */
+	case 46: /* DEVICE_UNAVAILABLE */
+		return -EAGAIN;
+	case 100: /* NO_DEVICE */
+	case 101: /* INVALID_DEVICE */
+		return -ENODEV;
+	case 304: /* OPERATING_SYSTEM: a limit of the process, mostly of fds */
+		return -EMFILE;
+	case 800: /* NOT_PERMITTED */
+		return -EPERM;
+	case 801: /* NOT_SUPPORTED */
+		return -EOPNOTSUPP;
+	default:
+		return -EIO;
+	}
+}
+
+#endif /* BASE_CUDA_SYMS_H */

@@ -1,0 +1,303 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * backend/cuda.c - an extent is one cuMemCreate, exported once as a POSIX fd.
+ *
+ * The fd is what holds the memory: it goes to sessions and, later, to the keeper, and an
+ * imported handle could not be exported again (facts F-keep, F-reexp). The driver's
+ * handle is released as soon as the fd exists, so that closing the fd gives the memory
+ * back when no importer is left.
+ *
+ * No context is ever made. cuInit runs in a thread of its own; the loop asks `state`,
+ * which the thread stores last (release) after everything it prepared. All else is the
+ * loop thread's.
+ */
+#include "kvmd/backend/cuda.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/cuda_syms.h"
+#include "kvmd/dbg/fault.h"
+
+#define EXTENT_ALIGN_BYTES                                          \
+	(2ull << 20) /* facts F-vmm: granularity of the target GPUs \
+		      */
+#define EXTENT_MIN_BYTES (64ull << 20)
+#define EXTENT_MAX_BYTES (1ull << 30)
+
+/**
+ * struct cuda - one GPU
+ * @state: enum kvd_cuda_state; written by the start thread, read by the loop
+ * @any_gpu: no UUID was asked for
+ * @uuid: wanted, then found
+ * @device: driver's ordinal for @uuid in this process
+ * @error: written before @state becomes FAILED
+ */
+struct cuda {
+	struct kvd_backend be;
+	struct kv_cuda_syms cu;
+	pthread_t thread;
+	int state;
+	bool any_gpu;
+	u8 uuid[16];
+	kv_cu_device device;
+	u64 capacity_bytes;
+	u64 used_bytes;
+	u64 nr_made;
+	char error[160];
+};
+
+static struct cuda *cuda_of(const struct kvd_backend *be)
+{
+	return kv_container_of(be, struct cuda, be);
+}
+
+static struct kv_cu_alloc_prop alloc_prop(const struct cuda *cuda)
+{
+	return (struct kv_cu_alloc_prop){
+		.type = KV_CU_PINNED,
+		.handle_types = KV_CU_POSIX_FD,
+		.location = {.type = KV_CU_DEVICE, .id = cuda->device},
+	};
+}
+
+static int start_failed(struct cuda *cuda, const char *what, kv_cu_result r)
+{
+	snprintf(cuda->error, sizeof(cuda->error), "%s: CUDA result %d", what, r);
+	return -EIO;
+}
+
+static int find_device(struct cuda *cuda)
+{
+	kv_cu_result r;
+	u8 uuid[16];
+	int nr = 0;
+
+	r = cuda->cu.device_count(&nr);
+	if (r)
+		return start_failed(cuda, "cuDeviceGetCount", r);
+	if (cuda->any_gpu && nr != 1) {
+		snprintf(cuda->error, sizeof(cuda->error),
+			 "gpu: no UUID given and %d devices are here", nr);
+		return -ENODEV;
+	}
+	for (int i = 0; i < nr; i++) {
+		r = cuda->cu.device_get(&cuda->device, i);
+		if (!r)
+			r = cuda->cu.device_uuid(uuid, cuda->device);
+		if (r)
+			return start_failed(cuda, "cuDeviceGetUuid", r);
+		if (cuda->any_gpu || !memcmp(uuid, cuda->uuid, sizeof(uuid))) {
+			memcpy(cuda->uuid, uuid, sizeof(uuid));
+			return 0;
+		}
+	}
+	snprintf(cuda->error, sizeof(cuda->error),
+		 "gpu: none of %d devices has this UUID", nr);
+	return -ENODEV;
+}
+
+static int start(struct cuda *cuda)
+{
+	struct kv_cu_alloc_prop prop;
+	size_t granularity = 0;
+	kv_cu_result r = cuda->cu.init(0);
+	int err;
+
+	if (r)
+		return start_failed(cuda, "cuInit", r);
+	err = find_device(cuda);
+	if (err)
+		return err;
+	prop = alloc_prop(cuda);
+	r = cuda->cu.mem_granularity(&granularity, &prop, KV_CU_RECOMMENDED);
+	if (r)
+		return start_failed(cuda, "cuMemGetAllocationGranularity", r);
+	if (!granularity || EXTENT_ALIGN_BYTES % granularity) {
+		snprintf(cuda->error, sizeof(cuda->error),
+			 "granularity %zu does not divide 2 MiB", granularity);
+		return -EOPNOTSUPP;
+	}
+	return 0;
+}
+
+static void *start_thread(void *arg)
+{
+	struct cuda *cuda = arg;
+	int r = start(cuda);
+
+	__atomic_store_n(&cuda->state, r ? KVD_CUDA_FAILED : KVD_CUDA_READY,
+			 __ATOMIC_RELEASE);
+	return NULL;
+}
+
+/* The driver does not set O_CLOEXEC on what it exports. */
+static int export_fd(struct cuda *cuda, kv_cu_handle handle, int *ret_fd)
+{
+	kv_cu_result r;
+	int fd = -1;
+
+	r = kvd_fault(KVD_FAULT_extent_map)
+		    ? 2
+		    : cuda->cu.mem_export(&fd, handle, KV_CU_POSIX_FD, 0);
+	if (r)
+		return kv_cuda_errno(r);
+	if (fcntl(fd, F_SETFD, FD_CLOEXEC)) {
+		close(fd);
+		return -EMFILE;
+	}
+	*ret_fd = fd;
+	return 0;
+}
+
+static int cuda_extent_alloc(struct kvd_backend *be, u64 size_bytes,
+			     struct kvd_extent_handle *ret_handle)
+{
+	struct cuda *cuda = cuda_of(be);
+	struct kv_cu_alloc_prop prop;
+	kv_cu_handle handle;
+	kv_cu_result cr;
+	int fd, r;
+
+	kv_assert(size_bytes && size_bytes % EXTENT_ALIGN_BYTES == 0);
+	kv_assert(size_bytes <= EXTENT_MAX_BYTES);
+	switch (kvd_cuda_state(be, NULL)) {
+	case KVD_CUDA_STARTING:
+		return -EAGAIN;
+	case KVD_CUDA_FAILED:
+		return -EIO;
+	case KVD_CUDA_READY:
+		break;
+	}
+	if (size_bytes > cuda->capacity_bytes - cuda->used_bytes)
+		return -ENOMEM;
+	prop = alloc_prop(cuda);
+	cr = kvd_fault(KVD_FAULT_extent_alloc)
+		     ? 2
+		     : cuda->cu.mem_create(&handle, size_bytes, &prop, 0);
+	if (cr)
+		return kv_cuda_errno(cr);
+	r = export_fd(cuda, handle, &fd);
+	/* On success the fd holds the memory; on failure this was the last reference. */
+	cr = cuda->cu.mem_release(handle);
+	if (r)
+		return r;
+	if (cr) {
+		close(fd);
+		return kv_cuda_errno(cr);
+	}
+	cuda->used_bytes += size_bytes;
+	cuda->nr_made++;
+	*ret_handle = (struct kvd_extent_handle){.fd = fd, .cookie = cuda->nr_made};
+	return 0;
+}
+
+static void cuda_extent_free(struct kvd_backend *be, struct kvd_extent_handle *handle,
+			     u64 size_bytes)
+{
+	struct cuda *cuda = cuda_of(be);
+
+	kv_assert(handle->fd >= 0 && cuda->used_bytes >= size_bytes);
+	close(handle->fd);
+	handle->fd = -1;
+	cuda->used_bytes -= size_bytes;
+}
+
+static void cuda_limits(struct kvd_backend *be, struct kvd_backend_limits *ret_limits)
+{
+	*ret_limits = (struct kvd_backend_limits){
+		.kind = KV_BACKEND_CUDA,
+		.extent_min_bytes = EXTENT_MIN_BYTES,
+		.extent_max_bytes = EXTENT_MAX_BYTES,
+		.extent_align_bytes = EXTENT_ALIGN_BYTES,
+		.capacity_bytes = cuda_of(be)->capacity_bytes,
+	};
+}
+
+static const struct kvd_backend_ops cuda_ops = {
+	.name = "cuda",
+	.extent_alloc = cuda_extent_alloc,
+	.extent_free = cuda_extent_free,
+	.limits = cuda_limits,
+};
+
+int kvd_cuda_probe(char *error, size_t error_bytes)
+{
+	struct kv_cuda_syms cu;
+	int r = kv_cuda_load(&cu, error, error_bytes);
+
+	if (!r)
+		dlclose(cu.lib);
+	return r;
+}
+
+int kvd_cuda_create(const u8 *uuid, u64 capacity_bytes, struct kvd_backend **ret_backend)
+{
+	struct cuda *cuda;
+	int r;
+
+	capacity_bytes &= ~(EXTENT_ALIGN_BYTES - 1);
+	if (!capacity_bytes)
+		return -EINVAL;
+	cuda = calloc(1, sizeof(*cuda));
+	if (!cuda)
+		return -ENOMEM;
+	cuda->be.ops = &cuda_ops;
+	cuda->capacity_bytes = capacity_bytes;
+	cuda->any_gpu = !uuid;
+	if (uuid)
+		memcpy(cuda->uuid, uuid, sizeof(cuda->uuid));
+	r = kv_cuda_load(&cuda->cu, NULL, 0);
+	if (r)
+		goto free_cuda;
+	r = -pthread_create(&cuda->thread, NULL, start_thread, cuda);
+	if (r)
+		goto close_lib;
+	kvd_backend_check(&cuda->be);
+	*ret_backend = &cuda->be;
+	return 0;
+close_lib:
+	dlclose(cuda->cu.lib);
+free_cuda:
+	free(cuda);
+	return r;
+}
+
+void kvd_cuda_destroy(struct kvd_backend *backend)
+{
+	struct cuda *cuda;
+
+	if (!backend)
+		return;
+	cuda = cuda_of(backend);
+	kv_assert(!cuda->used_bytes);
+	pthread_join(cuda->thread, NULL);
+	/* The driver stays loaded: it has threads of its own after cuInit. */
+	free(cuda);
+}
+
+enum kvd_cuda_state kvd_cuda_state(struct kvd_backend *backend, u8 *ret_uuid)
+{
+	struct cuda *cuda = cuda_of(backend);
+	int state = __atomic_load_n(&cuda->state, __ATOMIC_ACQUIRE);
+
+	if (ret_uuid && state == KVD_CUDA_READY)
+		memcpy(ret_uuid, cuda->uuid, sizeof(cuda->uuid));
+	return (enum kvd_cuda_state)state;
+}
+
+const char *kvd_cuda_error(struct kvd_backend *backend)
+{
+	struct cuda *cuda = cuda_of(backend);
+
+	return kvd_cuda_state(backend, NULL) == KVD_CUDA_FAILED ? cuda->error : "";
+}
+
+u64 kvd_cuda_used(const struct kvd_backend *backend)
+{
+	return cuda_of(backend)->used_bytes;
+}

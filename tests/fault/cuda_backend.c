@@ -1,0 +1,243 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The cuda backend against the fake driver: start-up in its three states, failures at
+ * each step, GPUs matched by UUID. No GPU is needed.
+ */
+#include "tests/kvt.h"
+#include <dirent.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include "base/cuda_syms.h"
+#include "kvmd/backend/cuda.h"
+
+#ifdef CONFIG_CUDA
+/* our copies of the driver's structs against the real ones */
+#include <cuda.h>
+KV_STATIC_ASSERT(sizeof(struct kv_cu_alloc_prop) == sizeof(CUmemAllocationProp), "prop");
+KV_STATIC_ASSERT(offsetof(struct kv_cu_alloc_prop, win32) ==
+			 offsetof(CUmemAllocationProp, win32HandleMetaData),
+		 "prop");
+KV_STATIC_ASSERT(sizeof(struct kv_cu_access) == sizeof(CUmemAccessDesc), "access");
+KV_STATIC_ASSERT(sizeof(struct kv_cu_location) == sizeof(CUmemLocation), "location");
+#endif
+
+#define MIB (1ull << 20)
+
+static void use_fake(void)
+{
+	char path[4096];
+	ssize_t n = readlink("/proc/self/exe", path, sizeof(path) - 64);
+
+	KVT_EXPECT(n > 0);
+	path[n] = 0;
+	/* .../tests/fault/cuda_backend -> .../tests/fake/libcuda.so */
+	*strrchr(path, '/') = 0;
+	strcpy(strrchr(path, '/'), "/fake/libcuda.so");
+	setenv("KV_CUDA_LIB", path, 1);
+}
+
+static unsigned open_handles(void)
+{
+	void *lib = dlopen(getenv("KV_CUDA_LIB"), RTLD_NOW | RTLD_NOLOAD);
+	unsigned (*fn)(void);
+
+	KVT_EXPECT(lib);
+	*(void **)&fn = dlsym(lib, "fake_cuda_open_handles");
+	return fn();
+}
+
+static int open_fds(void)
+{
+	DIR *d = opendir("/proc/self/fd");
+	int n = 0;
+
+	while (readdir(d))
+		n++;
+	closedir(d);
+	return n;
+}
+
+static enum kvd_cuda_state wait_started(struct kvd_backend *be)
+{
+	for (int i = 0; i < 5000 && kvd_cuda_state(be, NULL) == KVD_CUDA_STARTING; i++)
+		usleep(1000);
+	return kvd_cuda_state(be, NULL);
+}
+
+KVT_TEST(no_driver_is_enoent)
+{
+	struct kvd_backend *be = NULL;
+	char error[200] = "";
+
+	setenv("KV_CUDA_LIB", "/nonexistent/libcuda.so.1", 1);
+	KVT_EXPECT_EQ(kvd_cuda_probe(error, sizeof(error)), -ENOENT);
+	KVT_EXPECT_HAS(error, "libcuda");
+	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 64 * MIB, &be), -ENOENT);
+	KVT_EXPECT(!be);
+}
+
+KVT_TEST(driver_without_an_entry_is_enosys)
+{
+	char error[200] = "";
+
+	/* a library that is no CUDA driver */
+	setenv("KV_CUDA_LIB", "libm.so.6", 1);
+	KVT_EXPECT_EQ(kvd_cuda_probe(error, sizeof(error)), -ENOSYS);
+	KVT_EXPECT_HAS(error, "cuInit");
+}
+
+KVT_TEST(driver_without_device_fails_visibly)
+{
+	struct kvd_extent_handle h;
+	struct kvd_backend *be;
+
+	use_fake();
+	setenv("FAKE_CUDA_DEVICES", "0", 1);
+	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_FAILED);
+	KVT_EXPECT_HAS(kvd_cuda_error(be), "cuInit");
+	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), -EIO);
+	kvd_cuda_destroy(be);
+}
+
+KVT_TEST(growth_is_pending_until_the_driver_is_up)
+{
+	struct kvd_extent_handle h;
+	struct kvd_backend *be;
+
+	use_fake();
+	setenv("FAKE_CUDA_INIT_MS", "200", 1);
+	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), -EAGAIN);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
+	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), 0);
+	be->ops->extent_free(be, &h, 64 * MIB);
+	kvd_cuda_destroy(be);
+}
+
+KVT_TEST(extent_fd_is_cloexec_and_the_only_reference)
+{
+	struct kvd_extent_handle h;
+	struct kvd_backend *be;
+	int fds;
+
+	use_fake();
+	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
+	fds = open_fds();
+	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), 0);
+	KVT_EXPECT_EQ(open_handles(), 0);
+	KVT_EXPECT_EQ(open_fds(), fds + 1);
+	KVT_EXPECT(fcntl(h.fd, F_GETFD) & FD_CLOEXEC);
+	KVT_EXPECT_EQ(kvd_cuda_used(be), 64 * MIB);
+	be->ops->extent_free(be, &h, 64 * MIB);
+	KVT_EXPECT_EQ(open_fds(), fds);
+	KVT_EXPECT_EQ(kvd_cuda_used(be), 0);
+	kvd_cuda_destroy(be);
+}
+
+/* cases O15: whatever step fails, nothing of the attempt is left and the retry succeeds.
+ */
+KVT_TEST(o15_half_made_extent_is_undone)
+{
+	static const char *const steps[] = {
+		"cuMemCreate:1", "cuMemExportToShareableHandle:1", "cuMemRelease:1"};
+
+	use_fake();
+	for (size_t i = 0; i < sizeof(steps) / sizeof(steps[0]); i++) {
+		struct kvd_extent_handle h = {.fd = -1};
+		struct kvd_backend *be;
+		pid_t pid = fork(); /* the fake counts calls per process */
+		int status, fds;
+
+		if (pid) {
+			waitpid(pid, &status, 0);
+			KVT_EXPECT_EQ(status, 0);
+			continue;
+		}
+		setenv("FAKE_CUDA_FAIL", steps[i], 1);
+		KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+		KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
+		fds = open_fds();
+		KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), -ENOMEM);
+		KVT_EXPECT_EQ(kvd_cuda_used(be), 0);
+		/* a failed release is the driver's leak, not ours: the fd is closed */
+		if (i < 2) {
+			KVT_EXPECT_EQ(open_handles(), 0);
+			KVT_EXPECT_EQ(open_fds(), fds);
+		}
+		KVT_EXPECT_EQ(h.fd, -1);
+		KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), 0);
+		be->ops->extent_free(be, &h, 64 * MIB);
+		kvd_cuda_destroy(be);
+		_exit(0);
+	}
+}
+
+/* cases O10: a restricted process numbers its devices anew; only the UUID says which is
+ * which. */
+KVT_TEST(o10_gpu_is_matched_by_uuid)
+{
+	struct kvd_backend *be;
+	u8 want[16], got[16];
+
+	use_fake();
+	setenv("FAKE_CUDA_DEVICES", "4", 1);
+	setenv("FAKE_CUDA_VISIBLE", "2,3", 1);
+	memset(want, 0x12, sizeof(want)); /* physical 2, ordinal 0 here */
+	KVT_EXPECT_EQ(kvd_cuda_create(want, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
+	KVT_EXPECT_EQ(kvd_cuda_state(be, got), KVD_CUDA_READY);
+	KVT_EXPECT(!memcmp(got, want, sizeof(got)));
+	kvd_cuda_destroy(be);
+
+	memset(want, 0x10, sizeof(want)); /* not visible */
+	KVT_EXPECT_EQ(kvd_cuda_create(want, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_FAILED);
+	KVT_EXPECT_HAS(kvd_cuda_error(be), "UUID");
+	kvd_cuda_destroy(be);
+}
+
+KVT_TEST(two_gpus_need_a_uuid)
+{
+	struct kvd_backend *be;
+
+	use_fake();
+	setenv("FAKE_CUDA_DEVICES", "2", 1);
+	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_FAILED);
+	KVT_EXPECT_HAS(kvd_cuda_error(be), "2 devices");
+	kvd_cuda_destroy(be);
+}
+
+/* facts F-keep: the exported fd alone keeps the bytes, and an importer sees them. */
+KVT_TEST(imported_extent_shows_the_bytes)
+{
+	struct kv_cuda_syms cu;
+	struct kv_cu_access rw = {{KV_CU_DEVICE, 0}, KV_CU_READWRITE};
+	struct kvd_extent_handle h;
+	struct kvd_backend *be;
+	kv_cu_handle imported;
+	kv_cu_ptr va;
+	int fd2;
+
+	use_fake();
+	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
+	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), 0);
+	KVT_EXPECT_EQ(pwrite(h.fd, "kvmd", 4, 4096), 4);
+	KVT_EXPECT_EQ(kv_cuda_load(&cu, NULL, 0), 0);
+	KVT_EXPECT_EQ(cu.mem_import(&imported, (void *)(intptr_t)h.fd, KV_CU_POSIX_FD),
+		      0);
+	KVT_EXPECT_EQ(cu.mem_export(&fd2, imported, KV_CU_POSIX_FD, 0), 1); /* F-reexp */
+	KVT_EXPECT_EQ(cu.va_reserve(&va, 128 * MIB, 0, 0, 0), 0);
+	KVT_EXPECT_EQ(cu.mem_map(va + 64 * MIB, 64 * MIB, 0, imported, 0), 0);
+	KVT_EXPECT_EQ(cu.mem_access(va + 64 * MIB, 64 * MIB, &rw, 1), 0);
+	be->ops->extent_free(be, &h, 64 * MIB);
+	KVT_EXPECT(!memcmp((char *)(uintptr_t)va + 64 * MIB + 4096, "kvmd", 4));
+	kvd_cuda_destroy(be);
+}
+
+KVT_MAIN()
