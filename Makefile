@@ -203,6 +203,17 @@ check-mutants: deps
 	$(Q)$(MAKE) --no-print-directory MUTANTS=1 tests
 	$(Q)KV_BUILD=$(abspath build/mutants) tools/check-mutants build/mutants
 
+# The other compiler, and no CUDA: everything must still build.
+check-cc:
+	$(Q)$(MAKE) --no-print-directory CC=clang O=build/clang tests
+	$(Q)$(MAKE) --no-print-directory CUDA=0 O=build/nocuda tests
+
+# All tests under ASan and UBSan, without CUDA.
+check-san: deps
+	$(Q)$(MAKE) --no-print-directory SAN=1 CUDA=0 O=build/san tests
+	$(Q)rm -rf build/san/tap
+	$(Q)KV_BUILD=$(abspath build/san) build/san/tests/run build/san/tap $(patsubst $(O)/%,build/san/%,$(TESTS))
+
 check-model: deps
 	$(Q)tools/check-model
 
