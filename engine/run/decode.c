@@ -1,0 +1,96 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * decode.c - each decoding request needs a slot for its next token: sometimes a new page.
+ * Tour 1/12: from here the page request goes to libkvclient/alloc.c.
+ *
+ * When none is to be had the youngest running request gives its pages back and is
+ * computed again later. The oldest one is never a victim of another, so it always makes
+ * progress. Alone and still without a page (other engines hold the rest), a request steps
+ * back after a moment and asks for its whole length next time (prefill.c).
+ */
+#include "engine/run/internal.h"
+
+#include <errno.h>
+
+#include "base/clock.h"
+
+#define STARVE_NS	 (20 * KV_NSEC_PER_MSEC)
+#define RETRY_PENDING_NS (KV_NSEC_PER_MSEC / 2)
+
+static struct eng_request *youngest(struct eng_engine *e)
+{
+	return list_entry(e->running.prev, struct eng_request, node);
+}
+
+static void retry_at(struct eng_engine *e, u64 ns)
+{
+	if (e->retry_ns == 0 || ns < e->retry_ns)
+		e->retry_ns = ns;
+}
+
+/* Nobody younger to take pages from. */
+static void starved(struct eng_engine *e, struct eng_request *r)
+{
+	u64 now_ns = kv_now_ns();
+
+	if (r->starved_since_ns == 0)
+		r->starved_since_ns = now_ns;
+	if (e->nr_running > 1) {
+		eng_sched_preempt(r);
+		return;
+	}
+	if (now_ns - r->starved_since_ns < STARVE_NS) {
+		retry_at(e, now_ns + RETRY_PENDING_NS);
+		return;
+	}
+	r->reserve = true;
+	eng_sched_preempt(r);
+}
+
+/* The page may come from the magazine, from kvmd, or from a younger request. */
+static int get_page(struct eng_engine *e, struct eng_request *r, u32 nr_pages)
+{
+	int rc = eng_table_grow(e, &r->table, nr_pages, KV_GFP_NOWAIT);
+
+	if (rc == KV_FULL)
+		rc = eng_table_grow(e, &r->table, nr_pages, KV_GFP_PREFILL);
+	while ((rc == KV_FULL || rc == KV_QUOTA) && youngest(e) != r) {
+		eng_sched_preempt(youngest(e));
+		kvc_flush(e->kvc);
+		rc = eng_table_grow(e, &r->table, nr_pages, KV_GFP_NOWAIT);
+	}
+	return rc;
+}
+
+/**
+ * eng_decode_slot() - room for the K/V of the request's newest token
+ * @r: a running request; younger ones may be preempted for it
+ *
+ * Return: true: it can take part in the step; false: not now (it may be WAITING or DONE,
+ *and then is the list's last).
+ */
+bool eng_decode_slot(struct eng_engine *e, struct eng_request *r)
+{
+	u32 nr_pages = (u32)kv_div_round_up(r->nr_tokens, KV_PAGE_TOKENS);
+	int rc;
+
+	if (nr_pages <= r->table.nr)
+		return true;
+	rc = get_page(e, r, nr_pages);
+	switch (rc) {
+	case 0:
+		r->starved_since_ns = 0;
+		return true;
+	case KV_PENDING: /* coming: waiting is cheaper than computing again */
+		retry_at(e, kv_now_ns() + RETRY_PENDING_NS);
+		return false;
+	case KV_FULL:
+	case KV_QUOTA:
+	case -ETIMEDOUT:
+		starved(e, r);
+		return false;
+	default:
+		eng_request_done(r, ENG_FINISH_ERROR, rc);
+		return false;
+	}
+}

@@ -1,0 +1,344 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * engine.c - create, turn, wait, destroy. See engine.h for the thread rules.
+ */
+#include "engine/run/internal.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+
+#define WAIT_MAX_MS 50 /* kvmd wants kvc_dispatch() within 100 ms */
+
+/** eng_rand() - nonces and jitter (splitmix64, seeded by the kernel) */
+u64 eng_rand(struct eng_engine *e)
+{
+	u64 z = (e->rng += 0x9e3779b97f4a7c15ull);
+
+	z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+	z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+	return z ^ (z >> 31);
+}
+
+static int take_option(u32 *field, u32 dflt, u32 max, const char *name,
+		       struct eng_err *err)
+{
+	if (*field == 0)
+		*field = dflt;
+	if (*field > max)
+		return eng_refuse(err, -EINVAL, "%s=%u: at most %u", name, *field, max);
+	return 0;
+}
+
+static int take_options(struct eng_engine *e, const struct eng_options *opt,
+			struct eng_err *err)
+{
+	struct eng_options *o = &e->opt;
+	u32 positions = e->m->config.max_positions;
+	int rc;
+
+	if (opt && opt->size_bytes != sizeof(*opt))
+		return eng_refuse(err, -EINVAL, "options.size_bytes=%u: expected %zu",
+				  opt->size_bytes, sizeof(*opt));
+	if (opt)
+		*o = *opt;
+	if (o->kv > ENG_KV_F32)
+		return eng_refuse(err, -EINVAL, "kv=%u: unknown", o->kv);
+	rc = take_option(&o->batch_max, 16, ENG_BATCH_MAX, "batch_max", err);
+	if (!rc)
+		rc = take_option(&o->chunk_tokens, 256, ENG_CHUNK_MAX, "chunk_tokens",
+				 err);
+	if (!rc)
+		rc = take_option(&o->waiting_max, 256, ENG_WAITING_MAX, "waiting_max",
+				 err);
+	if (!rc)
+		rc = take_option(&o->length_max, positions, positions, "length_max", err);
+	if (!rc)
+		rc = take_option(&o->admit_ms, 30000, 86400000, "admit_ms", err);
+	if (!rc)
+		rc = take_option(&o->timeout_ms, 5000, 86400000, "timeout_ms", err);
+	e->tokens_max = o->batch_max + o->chunk_tokens;
+	e->pages_max = (u32)kv_div_round_up(o->length_max, KV_PAGE_TOKENS);
+	return rc;
+}
+
+static int open_session(struct eng_engine *e, struct eng_err *err)
+{
+	struct kvc_options o = {
+		.size_bytes = sizeof(o),
+		.socket_path = e->opt.socket_path,
+		.client_name = e->opt.client_name ? e->opt.client_name : "kv-engine",
+		.timeout_ms = e->opt.timeout_ms,
+	};
+	struct kvc_info info;
+	int rc = kvc_open(&o, &e->kvc);
+
+	if (rc)
+		return eng_refuse(err, rc < 0 ? rc : -EPROTO, "kvmd at %s: %s",
+				  o.socket_path ? o.socket_path
+						: "$KVMD_SOCKET or its default",
+				  kvc_strerror(NULL));
+	kvc_info(e->kvc, &info);
+	e->check_mode = info.check_mode;
+	return 0;
+}
+
+static int model_layout(struct eng_engine *e, struct kv_layout *ret,
+			const float **ret_scales, struct eng_err *err)
+{
+	static const u32 dtype[] = {KV_DTYPE_BF16, KV_DTYPE_E4M3, KV_DTYPE_E4M3,
+				    KV_DTYPE_F32};
+	static const u32 scale[] = {KV_SCALE_NONE, KV_SCALE_TOKEN, KV_SCALE_STATIC,
+				    KV_SCALE_NONE};
+	struct eng_model with_scales = *e->m;
+	int rc;
+
+	if (e->opt.kv_scales) {
+		const struct eng_config *c = &e->m->config;
+
+		with_scales.kv_scales = e->opt.kv_scales;
+		with_scales.nr_kv_scales = c->arch == ENG_ARCH_MLA
+						   ? c->nr_layers
+						   : c->nr_layers * c->nr_kv_heads * 2;
+	}
+	rc = eng_model_layout(&with_scales, dtype[e->opt.kv], scale[e->opt.kv], ret);
+	if (rc)
+		return eng_refuse(err, rc, "kv=%s: %s", eng_kv_str(e->opt.kv),
+				  rc == -ENODATA ? "the model has no KV scales"
+						 : strerror(-rc));
+	*ret_scales = ret->nr_scales ? with_scales.kv_scales : NULL;
+	return 0;
+}
+
+static int open_pool(struct eng_engine *e, struct eng_err *err)
+{
+	struct kv_layout layout;
+	const float *scales = NULL;
+	u64 nr_pages;
+	int rc;
+
+	rc = model_layout(e, &layout, &scales, err);
+	if (rc)
+		return rc;
+	rc = kvc_pool_open(e->kvc, &layout, scales, NULL, &e->pool);
+	if (rc)
+		return eng_refuse(err, rc < 0 ? rc : -EPROTO, "pool: %s",
+				  kvc_strerror(e->kvc));
+	kvc_pool_get_info(e->pool, &e->pool_info);
+	e->pages = (struct kvk_pages){
+		.base = e->pool_info.base,
+		.geometry = e->pool_info.geometry,
+		.layout = e->pool_info.layout,
+		.scales = e->pool_info.layout.nr_scales ? e->pool_info.scales : NULL,
+	};
+	nr_pages = e->pool_info.geometry.nr_pages;
+	e->mirror = calloc(1, sizeof(*e->mirror) + nr_pages * sizeof(u64));
+	if (!e->mirror)
+		return eng_refuse(err, -ENOMEM, "mirror of %llu pages: out of memory",
+				  (unsigned long long)nr_pages);
+	e->mirror->nr_pages = (u32)nr_pages;
+	e->step.block_bytes = kvc_step_block_bytes(e->pool);
+	return 0;
+}
+
+int eng_engine_create(struct eng_model *m, const struct eng_options *opt,
+		      struct eng_engine **ret, struct eng_err *err)
+{
+	struct eng_engine *e = calloc(1, sizeof(*e));
+	int rc;
+
+	if (!e)
+		return eng_refuse(err, -ENOMEM, "out of memory");
+	e->m = m;
+	e->ops = kvk_host_ops();
+	e->wake_fd = -1;
+	list_init(&e->waiting);
+	list_init(&e->running);
+	list_init(&e->done);
+	if (getrandom(&e->rng, sizeof(e->rng), 0) != sizeof(e->rng))
+		e->rng = kv_now_ns();
+	rc = take_options(e, opt, err);
+	if (rc)
+		goto destroy;
+	rc = open_session(e, err);
+	if (rc)
+		goto destroy;
+	rc = open_pool(e, err);
+	if (rc)
+		goto destroy;
+	e->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	if (e->wake_fd < 0) {
+		rc = eng_refuse(err, -errno, "eventfd: %s", strerror(errno));
+		goto destroy;
+	}
+	rc = eng_buffers_alloc(e);
+	if (rc) {
+		eng_refuse(err, rc, "buffers for %u tokens a step: out of memory",
+			   e->tokens_max);
+		goto destroy;
+	}
+	*ret = e;
+	return 0;
+destroy:
+	eng_engine_destroy(e);
+	return rc;
+}
+
+static void free_list(struct list_node *head)
+{
+	while (!list_empty(head))
+		eng_request_free(list_first(head, struct eng_request, node));
+}
+
+void eng_engine_destroy(struct eng_engine *e)
+{
+	if (!e)
+		return;
+	free_list(&e->running);
+	free_list(&e->waiting);
+	free_list(&e->done);
+	if (e->kvc) {
+		kvc_flush(e->kvc);
+		kvc_close(e->kvc);
+	}
+	if (e->wake_fd >= 0)
+		close(e->wake_fd);
+	eng_buffers_free(e);
+	free(e->mirror);
+	free(e);
+}
+
+/** eng_dispatch_event() - callback of kvc_dispatch() */
+void eng_dispatch_event(void *arg, const struct kvc_event *event)
+{
+	struct eng_engine *e = arg;
+	struct eng_request *r;
+
+	switch (event->type) {
+	case KV_MSG_REVOKE:
+		list_for_each_entry (r, &e->running, node) {
+			for (u32 i = 0; i < event->nr; i++)
+				r->revoked |=
+					eng_table_revoke(&r->table, &event->pages[i]);
+		}
+		break;
+	case KV_MSG_EPOCH: /* a new table: its log starts anew, the next block is a full
+			      one */
+		memset(e->mirror + 1, 0, e->mirror->nr_pages * sizeof(u64));
+		e->mirror->position = 0;
+		break;
+	default: /* PRESSURE: admission asks kvmd each time; EXTENT_REMOVED: nothing is
+		    held */
+		break;
+	}
+}
+
+static void flush_frees(struct eng_engine *e)
+{
+	if (!e->frees_due)
+		return;
+	e->frees_due = kvc_flush(e->kvc) == KV_BUSY;
+}
+
+int eng_engine_turn(struct eng_engine *e)
+{
+	int rc;
+
+	kvc_dispatch(e->kvc, eng_dispatch_event, e);
+	e->step.nr_seqs = eng_sched_build(e);
+	if (e->step.nr_seqs == 0) {
+		flush_frees(e);
+		return 0;
+	}
+	rc = eng_step_run(e);
+	flush_frees(e);
+	if (rc == KV_BUSY || rc == -ETIMEDOUT) {
+		e->retry_ns = kv_now_ns() + KV_NSEC_PER_MSEC;
+		return 0;
+	}
+	return rc < 0 ? rc : (int)e->step.nr_seqs;
+}
+
+void eng_engine_wait(struct eng_engine *e, int timeout_ms)
+{
+	struct pollfd fds[2] = {
+		{.fd = kvc_event_fd(e->kvc), .events = POLLIN},
+		{.fd = e->wake_fd, .events = POLLIN},
+	};
+	u64 count;
+	int ms = eng_sched_wait_ms(e, timeout_ms);
+
+	if (e->nr_running && (ms < 0 || ms > WAIT_MAX_MS))
+		ms = WAIT_MAX_MS;
+	if (poll(fds, 2, ms) > 0 && (fds[1].revents & POLLIN) &&
+	    read(e->wake_fd, &count, sizeof(count)) < 0)
+		return; /* EAGAIN: another wait took it */
+}
+
+void eng_engine_wake(struct eng_engine *e)
+{
+	u64 one = 1;
+
+	if (write(e->wake_fd, &one, sizeof(one)) < 0)
+		return; /* EAGAIN: the counter is full, so a wake is pending */
+}
+
+int eng_engine_run(struct eng_engine *e)
+{
+	while (e->nr_waiting + e->nr_running) {
+		int rc = eng_engine_turn(e);
+
+		if (rc < 0)
+			return rc;
+		if (rc == 0 && e->nr_waiting + e->nr_running)
+			eng_engine_wait(e, WAIT_MAX_MS);
+	}
+	flush_frees(e);
+	return 0;
+}
+
+void eng_engine_stats(struct eng_engine *e, struct eng_stats *ret)
+{
+	const u64 *from = (const u64 *)&e->stats;
+	u64 *to = (u64 *)ret;
+
+	for (size_t i = 0; i < sizeof(*ret) / sizeof(u64); i++)
+		to[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+}
+
+struct kvc *eng_engine_kvc(struct eng_engine *e)
+{
+	return e->kvc;
+}
+
+struct kvc_pool *eng_engine_pool(struct eng_engine *e)
+{
+	return e->pool;
+}
+
+const struct kv_layout *eng_engine_layout(struct eng_engine *e)
+{
+	return &e->pool_info.layout;
+}
+
+static const char *const kv_names[] = {"bf16", "fp8", "fp8_s", "f32"};
+
+int eng_kv_parse(const char *text)
+{
+	for (u32 i = 0; i < KV_ARRAY_SIZE(kv_names); i++) {
+		if (!strcmp(text, kv_names[i]))
+			return (int)i;
+	}
+	return -EINVAL;
+}
+
+const char *eng_kv_str(u32 kv)
+{
+	return kv < KV_ARRAY_SIZE(kv_names) ? kv_names[kv] : "?";
+}
