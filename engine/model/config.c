@@ -60,9 +60,9 @@ static int parse_yarn(const struct eng_json *j, struct eng_rope *r)
 
 	r->yarn = true;
 	rc = rc ?: eng_json_double(j, "factor", 1, 1e6, &r->factor);
-	rc = rc
-		     ?: eng_json_u32(j, "original_max_position_embeddings", 1,
-				     POSITIONS_MAX, &r->original_positions);
+	if (!rc)
+		rc = eng_json_u32(j, "original_max_position_embeddings", 1, POSITIONS_MAX,
+				  &r->original_positions);
 	rc = rc ?: eng_json_double_or(j, "beta_fast", 1e-3, 1e6, 32, &r->beta_fast);
 	rc = rc ?: eng_json_double_or(j, "beta_slow", 1e-3, 1e6, 1, &r->beta_slow);
 	rc = rc ?: eng_json_double_or(j, "mscale", 0, 1e3, 1, &r->mscale);
@@ -128,12 +128,12 @@ static int parse_mla(const struct eng_json *j, struct eng_config *c)
 	u32 kv_heads = 0;
 	int rc = 0;
 
-	rc = rc
-		     ?: eng_json_u32(j, "num_attention_heads", 1, MLA_HEADS_MAX,
-				     &c->nr_q_heads);
-	rc = rc
-		     ?: eng_json_u32_or(j, "num_key_value_heads", c->nr_q_heads,
-					c->nr_q_heads, c->nr_q_heads, &kv_heads);
+	if (!rc)
+		rc = eng_json_u32(j, "num_attention_heads", 1, MLA_HEADS_MAX,
+				  &c->nr_q_heads);
+	if (!rc)
+		rc = eng_json_u32_or(j, "num_key_value_heads", c->nr_q_heads,
+				     c->nr_q_heads, c->nr_q_heads, &kv_heads);
 	rc = rc ?: eng_json_u32(j, "q_lora_rank", 1, DIM_MAX, &c->q_rank);
 	rc = rc ?: only_dim(j, "kv_lora_rank", MLA_LATENT_DIM, &c->latent_dim);
 	rc = rc ?: only_dim(j, "qk_rope_head_dim", MLA_ROPE_DIM, &c->rope_dim);
@@ -185,9 +185,9 @@ static int parse_gqa(const struct eng_json *j, struct eng_config *c)
 	int rc = 0;
 
 	rc = rc ?: eng_json_u32(j, "num_attention_heads", 1, DIM_MAX, &c->nr_q_heads);
-	rc = rc
-		     ?: eng_json_u32(j, "num_key_value_heads", 1, KV_KV_HEADS_MAX,
-				     &c->nr_kv_heads);
+	if (!rc)
+		rc = eng_json_u32(j, "num_key_value_heads", 1, KV_KV_HEADS_MAX,
+				  &c->nr_kv_heads);
 	rc = rc ?: eng_json_u32(j, "head_dim", 1, DIM_MAX, &c->head_dim);
 	rc = rc ?: eng_json_bool_or(j, "use_qk_norm", false, &c->qk_norm);
 	rc = rc ?: eng_json_bool(j, "attention_bias", &c->qkv_bias);
@@ -210,9 +210,9 @@ static int parse_moe(const struct eng_json *j, struct eng_config *c)
 	double scale = 1;
 	int rc = 0;
 
-	rc = rc
-		     ?: eng_json_u32(j, "first_k_dense_replace", 0, c->nr_layers,
-				     &c->nr_dense);
+	if (!rc)
+		rc = eng_json_u32(j, "first_k_dense_replace", 0, c->nr_layers,
+				  &c->nr_dense);
 	rc = rc ?: eng_json_u32(j, "intermediate_size", 1, DIM_MAX, &c->dense_inter);
 	rc = rc ?: eng_json_u32(j, "n_routed_experts", 1, EXPERTS_MAX, &c->nr_experts);
 	rc = rc ?: eng_json_u32(j, "num_experts_per_tok", 1, c->nr_experts, &c->top_k);
@@ -383,9 +383,9 @@ static int parse_config(const struct eng_json *j, struct eng_config *c)
 	rc = rc ?: eng_json_u32(j, "hidden_size", 1, DIM_MAX, &c->hidden);
 	rc = rc ?: eng_json_u32(j, "num_hidden_layers", 1, KV_LAYERS_MAX, &c->nr_layers);
 	rc = rc ?: eng_json_u32(j, "vocab_size", 1, VOCAB_MAX, &c->vocab);
-	rc = rc
-		     ?: eng_json_u32(j, "max_position_embeddings", 1, POSITIONS_MAX,
-				     &c->max_positions);
+	if (!rc)
+		rc = eng_json_u32(j, "max_position_embeddings", 1, POSITIONS_MAX,
+				  &c->max_positions);
 	rc = rc ?: eng_json_double(j, "rms_norm_eps", 0, 1, &eps);
 	rc = rc ?: eng_json_bool_or(j, "tie_word_embeddings", false, &c->tie_embed);
 	rc = rc ?: eng_json_only_str(j, "hidden_act", "silu");

@@ -94,7 +94,8 @@ static u32 json_depth(const char *text, size_t bytes)
 		} else if (c == '"') {
 			in_string = true;
 		} else if (c == '{' || c == '[') {
-			deepest = KV_MAX(deepest, ++depth);
+			depth++;
+			deepest = KV_MAX(deepest, depth);
 		} else if ((c == '}' || c == ']') && depth) {
 			depth--;
 		}
