@@ -76,8 +76,7 @@ static int push_id(struct enc *e, u32 id)
 	return r;
 }
 
-/* ------------------------------------------------------------------------------------
- * merging */
+/* ------------------------------------------------------------------- merging */
 
 /* Few symbols: look for the lowest rank again after each merge. */
 static u32 merge_short(const struct eng_tokenizer *tok, u32 *ids, u32 nr)
@@ -223,8 +222,7 @@ static int encode_word(struct enc *e, const char *word, size_t len)
 	return r;
 }
 
-/* -----------------------------------------------------------------------------------
- * cutting */
+/* ------------------------------------------------------------------- cutting */
 
 /* Next match at or after @at; *ret_begin == *ret_end == @len when there is none. */
 static int next_match(struct enc *e, u32 level, const char *text, size_t len, size_t at,
@@ -372,8 +370,7 @@ int eng_tokenizer_encode(const struct eng_tokenizer *tok, const char *text,
 	return 0;
 }
 
-/* ------------------------------------------------------------------------ look-ups and
- * decode */
+/* ------------------------------------------------------- look-ups and decode */
 
 u32 eng_tokenizer_size(const struct eng_tokenizer *tok)
 {

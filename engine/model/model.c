@@ -121,11 +121,12 @@ static int load_tokenizer(const char *dir, struct eng_model *m, struct eng_err *
 	return 0;
 }
 
-int eng_model_load(const char *dir, const struct eng_model_options *opt,
-		   struct eng_model **ret, struct eng_err *err)
+/* @check_only: *ret has no weights and is good for eng_model_free() only */
+static int load(const char *dir, const struct eng_model_options *opt, bool check_only,
+		struct eng_model **ret, struct eng_err *err)
 {
 	static const struct eng_model_options defaults;
-	struct eng_loader l = {.err = err};
+	struct eng_loader l = {.err = err, .check_only = check_only};
 	struct eng_model *m;
 	int r;
 
@@ -148,7 +149,8 @@ int eng_model_load(const char *dir, const struct eng_model_options *opt,
 	if (!m->layers || !m->arena)
 		r = eng_refuse(err, -ENOMEM, "%s: out of memory", dir);
 	r = r ?: eng_weights_load(&l);
-	r = r ?: eng_model_hash(m, err);
+	if (!r && !check_only)
+		r = eng_model_hash(m, err);
 	eng_tensors_close(&l.ts);
 	if (r)
 		goto free_model;
@@ -157,6 +159,23 @@ int eng_model_load(const char *dir, const struct eng_model_options *opt,
 	return 0;
 free_model:
 	eng_model_free(m);
+	return r;
+}
+
+int eng_model_load(const char *dir, const struct eng_model_options *opt,
+		   struct eng_model **ret, struct eng_err *err)
+{
+	return load(dir, opt, false, ret, err);
+}
+
+int eng_model_check(const char *dir, const struct eng_model_options *opt,
+		    struct eng_err *err)
+{
+	struct eng_model *m = NULL;
+	int r = load(dir, opt, true, &m, err);
+
+	if (!r)
+		eng_model_free(m);
 	return r;
 }
 

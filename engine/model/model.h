@@ -162,6 +162,19 @@ int eng_model_load(const char *dir, const struct eng_model_options *opt,
 void eng_model_free(struct eng_model *m);
 
 /**
+ * eng_model_check() - would eng_model_load() accept the directory?
+ * @dir, @opt, @err: as there
+ *
+ * Looks at configuration, tokenizer, headers and every tensor's name, shape and dtype,
+ * but not at matrices: cheap for any size. Values that cannot be quantised are found by
+ * loading only.
+ *
+ * Return: as eng_model_load().
+ */
+int eng_model_check(const char *dir, const struct eng_model_options *opt,
+		    struct eng_err *err);
+
+/**
  * eng_weights_parse() - "bf16" or "as-is", "fp8", "int4-g32", "int4-g128", "f32"
  * Return: enum eng_weights, or -EINVAL.
  */

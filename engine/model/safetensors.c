@@ -79,8 +79,7 @@ const char *eng_tensor_describe(const struct eng_tensor *t, char *buf, size_t si
 	return buf;
 }
 
-/* ------------------------------------------------------------------------- one header
- * entry */
+/* ---------------------------------------------------------- one header entry */
 
 static const struct dtype_info *dtype_find(const cJSON *v)
 {
@@ -173,8 +172,7 @@ static int parse_entry(const struct eng_shard *s, const cJSON *v, struct eng_ten
 	return t->name ? 0 : eng_refuse(err, -ENOMEM, "%s: out of memory", s->path);
 }
 
-/* -------------------------------------------------------------------------------- one
- * file */
+/* ------------------------------------------------------------------ one file */
 
 static int by_place(const void *a, const void *b)
 {
@@ -358,8 +356,7 @@ int eng_shard_open(const char *path, struct eng_tensors *ret, struct eng_err *er
 	return r;
 }
 
-/* ---------------------------------------------------------------------------------- the
- * index */
+/* ----------------------------------------------------------------- the index */
 
 static int str_cmp(const void *a, const void *b)
 {

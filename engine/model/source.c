@@ -171,8 +171,7 @@ out:
 	return r;
 }
 
-/* ------------------------------------------------------------------------------ rows as
- * f32 */
+/* --------------------------------------------------------------- rows as f32 */
 
 /* Mapped data has any alignment: copy before looking at more than a byte. */
 static float load_f32(const u8 *p)
@@ -233,8 +232,7 @@ void eng_source_rows(const struct eng_source *s, u32 row, u32 nr, float *ret)
 	}
 }
 
-/* --------------------------------------------------------------------------- kernels'
- * forms */
+/* ------------------------------------------------------------ kernels' forms */
 
 static void put_same(const struct eng_source *s, void *data, void *scales)
 {

@@ -21,8 +21,7 @@
 static const char gpt2_pattern[] =
 	"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
-/* ----------------------------------------------------------------------------------
- * tables */
+/* -------------------------------------------------------------------- tables */
 
 static u32 bytes_hash(const char *bytes, size_t len)
 {
@@ -74,8 +73,7 @@ static u32 table_slots(size_t nr)
 	return n;
 }
 
-/* ---------------------------------------------------------------------- letters and
- * pieces */
+/* -------------------------------------------------------- letters and pieces */
 
 static bool letter_is_plain(u32 b)
 {
@@ -212,8 +210,7 @@ static int load_vocab(struct eng_tokenizer *tok, const struct eng_json *j,
 	return 0;
 }
 
-/* ------------------------------------------------------------------------------ added
- * tokens */
+/* -------------------------------------------------------------- added tokens */
 
 static int longest_first(const void *a, const void *b, void *arg)
 {
@@ -267,8 +264,7 @@ static int load_added(struct eng_tokenizer *tok, const struct eng_json *j,
 	return 0;
 }
 
-/* ------------------------------------------------------------------------------------
- * merges */
+/* -------------------------------------------------------------------- merges */
 
 /* "a b" or ["a", "b"] as two strings; @buf holds the first form's copy. */
 static int merge_parts(const cJSON *v, char *buf, const char **ret_a, const char **ret_b)
@@ -361,8 +357,7 @@ static int load_merges(struct eng_tokenizer *tok, const struct eng_json *j,
 	return 0;
 }
 
-/* ------------------------------------------------------------------------------------
- * splits */
+/* -------------------------------------------------------------------- splits */
 
 static int add_split(struct eng_tokenizer *tok, const struct eng_json *j,
 		     const char *pattern, u32 extra)
@@ -456,8 +451,7 @@ static int load_pre_tokenizer(struct eng_tokenizer *tok, const struct eng_json *
 	return 0;
 }
 
-/* ---------------------------------------------------------------------------------- the
- * file */
+/* ------------------------------------------------------------------ the file */
 
 static int check_options(const struct eng_json *top, const struct eng_json *model,
 			 struct eng_tokenizer *tok)
