@@ -1,0 +1,31 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_plan.cuh - sort a step's slots by expert and cut them into token tiles.
+ *
+ * One CTA; also zeroes the counters of the kernel that follows. Slots of an expert keep
+ * their order, so every kernel that reads the plan sees the same tiles.
+ */
+#ifndef KVK_MOE_PLAN_CUH
+#define KVK_MOE_PLAN_CUH
+
+#include <stdint.h>
+
+#define MOE_PLAN_THREADS 1024u
+#define MOE_PLAN_EXPERTS 512u
+
+/* struct moe_plan - all pointers are device memory; a slot is token * top_k + k */
+struct moe_plan {
+	const uint32_t *ids; /* [nr_slots] */
+	uint32_t nr_slots;
+	uint32_t nr_experts;
+	uint32_t tile_tokens;
+	uint32_t nr_zero;
+	uint32_t *zero;	    /* [nr_zero] words to clear */
+	uint32_t *nr_tiles; /* written */
+	uint4 *tiles;	    /* expert, first position in list, tokens */
+	uint32_t *list;	    /* slots sorted by expert */
+};
+
+int moe_plan_launch(const struct moe_plan *p, void *stream);
+
+#endif /* KVK_MOE_PLAN_CUH */

@@ -1,0 +1,188 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_ptx.cuh - the few machine instructions the MoE kernels are made of: bulk copies
+ * that complete on an mbarrier, mma.sync, and gpu-scope counters. Device code only.
+ */
+#ifndef KVK_MOE_PTX_CUH
+#define KVK_MOE_PTX_CUH
+
+#include <stdint.h>
+
+__device__ __forceinline__ uint32_t ptx_smem(const void *p)
+{
+	return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ void ptx_mbar_init(uint32_t bar, uint32_t count)
+{
+	asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+
+__device__ __forceinline__ void ptx_mbar_arrive(uint32_t bar)
+{
+	asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void ptx_mbar_expect(uint32_t bar, uint32_t bytes)
+{
+	asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar),
+		     "r"(bytes)
+		     : "memory");
+}
+
+__device__ __forceinline__ void ptx_mbar_wait(uint32_t bar, uint32_t parity)
+{
+	asm volatile("{\n\t.reg .pred p;\n"
+		     "again:\n\t"
+		     "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
+		     "@p bra.uni done;\n\t"
+		     "bra.uni again;\n"
+		     "done:\n\t}" ::"r"(bar),
+		     "r"(parity)
+		     : "memory");
+}
+
+/* Weights pass once: they must not push x, h and the partial sums out of L2. */
+__device__ __forceinline__ uint64_t ptx_policy_stream(void)
+{
+	uint64_t p;
+
+	asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+	return p;
+}
+
+__device__ __forceinline__ void ptx_bulk_stream(uint32_t dst, const void *src,
+						uint32_t bytes, uint32_t bar,
+						uint64_t policy)
+{
+	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+		     ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+		     "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+		     : "memory");
+}
+
+__device__ __forceinline__ void ptx_bulk(uint32_t dst, const void *src, uint32_t bytes,
+					 uint32_t bar)
+{
+	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+		     " [%0], [%1], %2, [%3];" ::"r"(dst),
+		     "l"(src), "r"(bytes), "r"(bar)
+		     : "memory");
+}
+
+__device__ __forceinline__ uint4 ptx_lds128(uint32_t a)
+{
+	uint4 v;
+
+	asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+		     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+		     : "r"(a));
+	return v;
+}
+
+__device__ __forceinline__ uint2 ptx_lds64(uint32_t a)
+{
+	uint2 v;
+
+	asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
+	return v;
+}
+
+__device__ __forceinline__ void ptx_mma_bf16(float (&c)[4], const uint32_t (&a)[4],
+					     uint32_t b0, uint32_t b1)
+{
+	asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+	    "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+	    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+	    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void ptx_mma_f16(float (&c)[4], const uint32_t (&a)[4],
+					    uint32_t b0, uint32_t b1)
+{
+	asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+	    "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+	    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+	    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* (a & mask) | magic in one instruction */
+__device__ __forceinline__ uint32_t ptx_and_or(uint32_t a, uint32_t mask, uint32_t magic)
+{
+	uint32_t d;
+
+	asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(magic));
+	return d;
+}
+
+__device__ __forceinline__ uint32_t ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
+{
+	uint32_t d;
+
+	asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+	return d;
+}
+
+__device__ __forceinline__ uint32_t ptx_fma_f16x2(uint32_t a, uint32_t b, uint32_t c)
+{
+	uint32_t d;
+
+	asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+	return d;
+}
+
+/* {lo, hi} as f16x2 */
+__device__ __forceinline__ uint32_t ptx_f16x2(float lo, float hi)
+{
+	uint32_t d;
+
+	asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+	return d;
+}
+
+/* {lo, hi} as bf16x2 */
+__device__ __forceinline__ uint32_t ptx_bf16x2(float lo, float hi)
+{
+	uint32_t d;
+
+	asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+	return d;
+}
+
+__device__ __forceinline__ uint32_t ptx_ld_acquire(const uint32_t *p)
+{
+	uint32_t v;
+
+	asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void ptx_red_release(uint32_t *p, uint32_t v)
+{
+	asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v)
+		     : "memory");
+}
+
+/* Ordinary stores before, bulk copies after (or the other way round). */
+__device__ __forceinline__ void ptx_fence_async(void)
+{
+	asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void ptx_bar_sync(uint32_t id, uint32_t nr_threads)
+{
+	asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(nr_threads) : "memory");
+}
+
+/* Programmatic dependent launch: wait for the kernel before; let the next one start. */
+__device__ __forceinline__ void ptx_grid_wait(void)
+{
+	asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void ptx_grid_launch(void)
+{
+	asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+#endif /* KVK_MOE_PTX_CUH */

@@ -1,0 +1,476 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kernels_moe.cu - the routed experts' lines of kvbench-kernels.
+ *
+ * Weights are random bytes in packed order (the repack has its own test), routing is
+ * drawn per call so that a graph's calls use different experts, and a line is checked
+ * against float64 on the dequantised weights: sampled tokens, all rows, y and workspace
+ * poisoned with NaN before, and a second run bit-equal to the first. A "loads" row is the
+ * same kernel with its products left out: what the access pattern alone costs. One
+ * thread.
+ */
+#include "gpu_bench.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "kernels/moe_cuda.h"
+#include "kernels/moe_pack.h"
+
+#define TOP_K	    8u
+#define CHECK_TOKS  8u
+#define ERR_MAX	    2e-3
+#define NR_COLUMNS  10u
+#define SETS_MAX    96u
+#define EXPERTS_MAX 512u
+
+enum routing { UNIFORM, ZIPF, SINGLE };
+
+static const uint32_t columns[NR_COLUMNS] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 1024};
+
+/* struct model - a layer and the stored figures of targets.md, one per column */
+struct model {
+	const char *name;
+	uint32_t nr_experts, hidden, inter, group;
+	double peer[NR_COLUMNS], floor[NR_COLUMNS], ours[NR_COLUMNS];
+};
+
+static const struct model models[] = {
+	{"k2 full",
+	 384,
+	 7168,
+	 2048,
+	 32,
+	 {76, 133, 254, 469, 1102, 1466, 2281, 2922, 3352, 5173},
+	 {42, 84, 165, 317, 584, 1001, 1511, 1903, 2032, 2048},
+	 {56, 104, 196, 370, 680, 1160, 1750, 2200, 2350, 2900}},
+	{"k2 tp8",
+	 384,
+	 7168,
+	 256,
+	 32,
+	 {28, 36, 54, 86, 142, 230, 339, 427, 495, 824},
+	 {5.3, 10.5, 20.7, 39.6, 73, 125, 189, 239, 256, 261},
+	 {14, 19, 30, 52, 90, 150, 222, 280, 305, 420}},
+	{"glm5 full",
+	 256,
+	 6144,
+	 2048,
+	 128,
+	 {63, 127, 213, 379, 666, 1162, 1456, 1743, 2043, 4311},
+	 {},
+	 {}},
+	{"glm46 full",
+	 160,
+	 5120,
+	 1536,
+	 128,
+	 {48, 73, 129, 228, 394, 551, 677, 796, 904, 1861},
+	 {},
+	 {}},
+	{"tiny", 16, 256, 128, 32, {}, {}, {}},
+};
+
+/* struct moe_data - device memory of a layer; borrowed by the calls */
+struct moe_data {
+	struct kvk_experts e;
+	uint8_t *w13, *w2;
+	uint16_t *x, *y;
+	uint32_t *ids;
+	float *weights, *sample;
+	double *h, *ref;
+	void *ws;
+	size_t ws_bytes;
+	uint32_t nr_tokens, top_k, nr_sets;
+	bool loads_only;
+};
+
+/* ------------------------------------------------------------------------ random weights
+ */
+
+__device__ __forceinline__ uint32_t hash32(uint64_t z)
+{
+	z = (z + 0x9e3779b97f4a7c15ull) * 0xbf58476d1ce4e5b9ull;
+	z = (z ^ (z >> 29)) * 0x94d049bb133111ebull;
+	return (uint32_t)(z >> 32);
+}
+
+/* Bricks of random nibbles and of bf16 scales in 0.75 / 64 .. 1.25 / 64 (times @gain). */
+__global__ void fill_bricks(uint32_t *dst, size_t nr_words, uint32_t brick_words,
+			    uint64_t seed, float gain)
+{
+	size_t step = (size_t)gridDim.x * blockDim.x;
+
+	for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < nr_words;
+	     i += step) {
+		uint32_t r = hash32(seed + i), lo, hi;
+
+		if (i % brick_words < KVK_BRICK_NIBBLES / 4) {
+			dst[i] = r;
+			continue;
+		}
+		lo = __float_as_uint((0.75f + (float)(r & 0xffff) / 131072.0f) * gain) >>
+		     16;
+		hi = __float_as_uint((0.75f + (float)(r >> 16) / 131072.0f) * gain) >> 16;
+		dst[i] = lo | hi << 16;
+	}
+}
+
+/* ------------------------------------------------------------------------------- float64
+ */
+
+/* w[row][8 c8 + i] of an expert's packed matrix, for a row of tile @m */
+__device__ __forceinline__ void ref_word(const struct kvk_pack &p, const uint8_t *base,
+					 uint32_t m, uint32_t r, uint32_t c8,
+					 double (&w)[8])
+{
+	const uint8_t *brick = base + kvk_pack_brick(&p, m, c8 / 16);
+	uint32_t v =
+		kvk_unpack_word(((const uint32_t *)brick)[kvk_brick_word(r, c8 % 16)]);
+	uint16_t s = ((const uint16_t *)(brick + KVK_BRICK_NIBBLES))[kvk_brick_scale(
+		&p, r, c8 % 16 * 8 / p.group)];
+	double scale = (double)kvk_bf16_to_f32(s);
+
+	for (uint32_t i = 0; i < 8; i++)
+		w[i] = kvk_int4_get(v, i) * scale;
+}
+
+__device__ __forceinline__ double warp_sum(double v)
+{
+	for (int i = 16; i; i /= 2)
+		v += __shfl_xor_sync(~0u, v, i);
+	return v;
+}
+
+/* h[sampled slot][j]; one warp per value */
+__global__ void ref_first(const struct moe_data d, const uint32_t *ids,
+			  const uint32_t *tokens)
+{
+	const struct kvk_pack p = kvk_pack_make(2 * d.e.inter, d.e.hidden, d.e.group, 1);
+	const uint32_t j = blockIdx.x * 8 + threadIdx.x / 32, s = blockIdx.y;
+	const uint32_t tok = tokens[s / d.top_k], id = ids[tok * d.top_k + s % d.top_k];
+	const uint8_t *base = d.w13 + id * kvk_pack_bytes(&p);
+	double gate = 0, up = 0;
+
+	for (uint32_t c8 = threadIdx.x % 32; c8 < d.e.hidden / 8; c8 += 32) {
+		double g[8], u[8];
+
+		ref_word(p, base, j / 16, j % 16 / 8 * 16 + j % 8, c8, g);
+		ref_word(p, base, j / 16, j % 16 / 8 * 16 + 8 + j % 8, c8, u);
+		for (uint32_t i = 0; i < 8; i++) {
+			double x = kvk_bf16_to_f32(
+				d.x[(size_t)tok * d.e.hidden + c8 * 8 + i]);
+
+			gate += g[i] * x;
+			up += u[i] * x;
+		}
+	}
+	gate = warp_sum(gate);
+	up = warp_sum(up);
+	if (threadIdx.x % 32 == 0)
+		d.h[(size_t)s * d.e.inter + j] = gate / (1.0 + exp(-gate)) * up;
+}
+
+__global__ void ref_second(const struct moe_data d, const uint32_t *ids,
+			   const float *weights, const uint32_t *tokens)
+{
+	const struct kvk_pack p = kvk_pack_make(d.e.hidden, d.e.inter, d.e.group, 0);
+	const uint32_t row = blockIdx.x * 8 + threadIdx.x / 32, tok = tokens[blockIdx.y];
+	double y = 0;
+
+	for (uint32_t k = 0; k < d.top_k; k++) {
+		const uint32_t slot = tok * d.top_k + k;
+		const uint8_t *base = d.w2 + ids[slot] * kvk_pack_bytes(&p);
+		const double *h = d.h + (size_t)(blockIdx.y * d.top_k + k) * d.e.inter;
+		double sum = 0;
+
+		for (uint32_t c8 = threadIdx.x % 32; c8 < d.e.inter / 8; c8 += 32) {
+			double w[8];
+
+			ref_word(p, base, row / 32, row % 32, c8, w);
+			for (uint32_t i = 0; i < 8; i++)
+				sum += w[i] * h[c8 * 8 + i];
+		}
+		y += weights[slot] * sum;
+	}
+	y = warp_sum(y);
+	if (threadIdx.x % 32 == 0)
+		d.ref[(size_t)blockIdx.y * d.e.hidden + row] = y;
+}
+
+/* --------------------------------------------------------------------------------- calls
+ */
+
+static int call_int4(struct kvb_ctx *ctx, void *arg, uint32_t set)
+{
+	struct moe_data *d = (struct moe_data *)arg;
+	const size_t slots = (size_t)d->nr_tokens * d->top_k;
+	struct kvk_moe_args a = {};
+
+	a.experts = d->e;
+	a.x = d->x;
+	a.y = d->y;
+	a.ids = d->ids + set * slots;
+	a.weights = d->weights + set * slots;
+	a.nr_tokens = d->nr_tokens;
+	a.top_k = d->top_k;
+	a.act_dtype = KVK_BF16;
+	a.workspace = d->ws;
+	a.workspace_bytes = d->ws_bytes;
+	return (d->loads_only ? kvk_moe_int4_loads : kvk_moe_int4_cuda)(&a, ctx->stream);
+}
+
+/* Draw an expert: all alike, or with weight 1 / (1 + rank). */
+static uint32_t draw(uint64_t *rng, uint32_t nr_experts, enum routing routing)
+{
+	double u, sum = 0, total = 0;
+	uint32_t i;
+
+	if (routing == UNIFORM)
+		return (uint32_t)(kvb_random(rng) % nr_experts);
+	for (i = 0; i < nr_experts; i++)
+		total += 1.0 / (1 + i);
+	u = (double)(kvb_random(rng) >> 11) / 9007199254740992.0 * total;
+	for (i = 0; i < nr_experts - 1; i++) {
+		sum += 1.0 / (1 + i);
+		if (u < sum)
+			break;
+	}
+	return i * 37 % nr_experts; /* popular experts are not neighbours */
+}
+
+/* Ids and weights of all sets; returns the mean number of distinct experts. */
+static double route_sets(struct kvb_ctx *ctx, struct moe_data *d, enum routing routing,
+			 uint32_t nr_sets)
+{
+	const size_t slots = (size_t)d->nr_tokens * d->top_k, n = slots * nr_sets;
+	uint32_t *ids = (uint32_t *)malloc(n * 4), used[EXPERTS_MAX];
+	float *w = (float *)malloc(n * 4);
+	uint64_t rng = 7 + d->nr_tokens;
+	double distinct = 0;
+
+	for (uint32_t set = 0; set < nr_sets; set++) {
+		uint32_t *s = ids + set * slots;
+
+		memset(used, 0, sizeof(used));
+		for (uint32_t i = 0; i < slots; i++) {
+			uint32_t k = i % d->top_k, j, id;
+
+			do {
+				id = routing == SINGLE
+					     ? (set * d->top_k + k) % d->e.nr_experts
+					     : draw(&rng, d->e.nr_experts, routing);
+				for (j = 0; j < k && s[i - k + j] != id; j++)
+					;
+			} while (j < k);
+			s[i] = id;
+			distinct += !used[id];
+			used[id] = 1;
+			w[set * slots + i] =
+				0.1f + (float)(kvb_random(&rng) % 1000) / 2000.0f;
+		}
+	}
+	KVB_CUDA(
+		cudaMemcpyAsync(d->ids, ids, n * 4, cudaMemcpyHostToDevice, ctx->stream));
+	KVB_CUDA(cudaMemcpyAsync(d->weights, w, n * 4, cudaMemcpyHostToDevice,
+				 ctx->stream));
+	KVB_CUDA(cudaStreamSynchronize(ctx->stream));
+	free(ids);
+	free(w);
+	return distinct / nr_sets;
+}
+
+static int run_poisoned(struct kvb_ctx *ctx, struct moe_data *d, uint16_t *y)
+{
+	const size_t bytes = (size_t)d->nr_tokens * d->e.hidden * 2;
+	int r;
+
+	KVB_CUDA(cudaMemsetAsync(d->y, 0xff, bytes, ctx->stream));
+	KVB_CUDA(cudaMemsetAsync(d->ws, 0xff, d->ws_bytes, ctx->stream));
+	r = call_int4(ctx, d, 0);
+	if (r)
+		return r;
+	KVB_CUDA(cudaMemcpyAsync(y, d->y, bytes, cudaMemcpyDeviceToHost, ctx->stream));
+	KVB_CUDA(cudaStreamSynchronize(ctx->stream));
+	return 0;
+}
+
+/* Error of the sampled tokens; infinite if a value is NaN or a second run differs. */
+static int check(struct kvb_ctx *ctx, struct moe_data *d, double *ret_err)
+{
+	const size_t n = (size_t)d->nr_tokens * d->e.hidden;
+	const uint32_t nr = d->nr_tokens < CHECK_TOKS ? d->nr_tokens : CHECK_TOKS;
+	uint16_t *y = (uint16_t *)malloc(2 * n * 2);
+	float *got = (float *)malloc(nr * d->e.hidden * sizeof(float));
+	double *want = (double *)malloc(nr * d->e.hidden * sizeof(double));
+	uint32_t tokens[CHECK_TOKS], *dev_tokens = (uint32_t *)d->sample;
+	int r = run_poisoned(ctx, d, y);
+
+	if (!r)
+		r = run_poisoned(ctx, d, y + n);
+	if (r)
+		goto free_buffers;
+	for (uint32_t i = 0; i < nr; i++)
+		tokens[i] = (uint32_t)((uint64_t)i * (d->nr_tokens - 1) /
+				       (nr > 1 ? nr - 1 : 1));
+	KVB_CUDA(cudaMemcpyAsync(dev_tokens, tokens, nr * 4, cudaMemcpyHostToDevice,
+				 ctx->stream));
+	ref_first<<<dim3(d->e.inter / 8, nr * d->top_k), 256, 0, ctx->stream>>>(
+		*d, d->ids, dev_tokens);
+	ref_second<<<dim3(d->e.hidden / 8, nr), 256, 0, ctx->stream>>>(
+		*d, d->ids, d->weights, dev_tokens);
+	KVB_CUDA(cudaGetLastError());
+	KVB_CUDA(cudaMemcpyAsync(want, d->ref, nr * d->e.hidden * 8,
+				 cudaMemcpyDeviceToHost, ctx->stream));
+	KVB_CUDA(cudaStreamSynchronize(ctx->stream));
+	for (uint32_t i = 0; i < nr; i++)
+		for (uint32_t c = 0; c < d->e.hidden; c++)
+			got[i * d->e.hidden + c] =
+				kvk_bf16_to_f32(y[(size_t)tokens[i] * d->e.hidden + c]);
+	*ret_err = kvb_rel_err(got, want, (size_t)nr * d->e.hidden);
+	for (size_t i = 0; i < n; i++)
+		if ((y[i] & 0x7f80) == 0x7f80 || y[i] != y[n + i])
+			*ret_err = INFINITY;
+free_buffers:
+	free(y);
+	free(got);
+	free(want);
+	return r;
+}
+
+/* ------------------------------------------------------------------------------- a layer
+ */
+
+static size_t data_alloc(struct kvb_ctx *ctx, struct moe_data *d, const struct model *m,
+			 uint32_t tokens_max)
+{
+	struct kvk_moe_args a = {};
+	size_t b13, b2;
+
+	memset(d, 0, sizeof(*d));
+	d->top_k = m->nr_experts < 64 ? 4 : TOP_K;
+	d->e.dtype = KVK_INT4;
+	d->e.group = m->group;
+	d->e.scale_dtype = KVK_BF16;
+	d->e.order = KVK_ORDER_PACKED;
+	d->e.nr_experts = m->nr_experts;
+	d->e.hidden = m->hidden;
+	d->e.inter = m->inter;
+	b13 = kvk_moe_packed_bytes(&d->e, 0);
+	b2 = kvk_moe_packed_bytes(&d->e, 1);
+	KVB_CUDA(cudaMalloc((void **)&d->w13, b13 * m->nr_experts));
+	KVB_CUDA(cudaMalloc((void **)&d->w2, b2 * m->nr_experts));
+	d->e.w13 = d->w13;
+	d->e.w2 = d->w2;
+	fill_bricks<<<1056, 256, 0, ctx->stream>>>(
+		(uint32_t *)d->w13, b13 / 4 * m->nr_experts, (2048 + 8192 / m->group) / 4,
+		1, 1.0f / 256);
+	fill_bricks<<<1056, 256, 0, ctx->stream>>>(
+		(uint32_t *)d->w2, b2 / 4 * m->nr_experts, (2048 + 8192 / m->group) / 4,
+		2, 1.0f / 128);
+	KVB_CUDA(cudaGetLastError());
+	KVB_CUDA(cudaMalloc((void **)&d->x, (size_t)tokens_max * m->hidden * 2));
+	KVB_CUDA(cudaMalloc((void **)&d->y, (size_t)tokens_max * m->hidden * 2));
+	kvb_fill_bf16(ctx, d->x, (size_t)tokens_max * m->hidden, 3, 1.0f);
+	KVB_CUDA(cudaMalloc((void **)&d->ids, (size_t)SETS_MAX * tokens_max * TOP_K * 4));
+	KVB_CUDA(cudaMalloc((void **)&d->weights,
+			    (size_t)SETS_MAX * tokens_max * TOP_K * 4));
+	KVB_CUDA(cudaMalloc((void **)&d->sample, CHECK_TOKS * 4));
+	KVB_CUDA(cudaMalloc((void **)&d->h, (size_t)CHECK_TOKS * TOP_K * m->inter * 8));
+	KVB_CUDA(cudaMalloc((void **)&d->ref, (size_t)CHECK_TOKS * m->hidden * 8));
+	a.experts = d->e;
+	a.nr_tokens = tokens_max;
+	a.top_k = d->top_k;
+	a.act_dtype = KVK_BF16;
+	d->ws_bytes = kvk_moe_int4_workspace(&a);
+	KVB_CUDA(cudaMalloc(&d->ws, d->ws_bytes));
+	return b13 + b2;
+}
+
+static void data_free(struct moe_data *d)
+{
+	void *all[] = {d->w13,	   d->w2,     d->x, d->y,   d->ids,
+		       d->weights, d->sample, d->h, d->ref, d->ws};
+
+	for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
+		KVB_CUDA(cudaFree(all[i]));
+}
+
+/* One line: check, time, and time the loads alone. */
+static int line(struct kvb_ctx *ctx, struct moe_data *d, const struct model *m,
+		uint32_t column, enum routing routing, size_t expert_bytes)
+{
+	static const char *const names[] = {"uniform", "zipf", "single"};
+	struct kvb_row row = {}, loads;
+	uint32_t nr_calls;
+	double distinct;
+	int r;
+
+	d->nr_tokens = columns[column];
+	snprintf(row.family, sizeof(row.family), "moe");
+	snprintf(row.name, sizeof(row.name), "int4 %s %s", m->name, names[routing]);
+	snprintf(row.shape, sizeof(row.shape), "%u", d->nr_tokens);
+	if (!kvb_selected(ctx, row.name, row.shape))
+		return 0;
+	distinct = d->nr_tokens * d->top_k < m->nr_experts ? d->nr_tokens * d->top_k
+							   : m->nr_experts;
+	nr_calls = kvb_calls(routing == SINGLE ? d->top_k * expert_bytes
+					       : distinct * expert_bytes);
+	distinct = route_sets(ctx, d, routing, nr_calls);
+	row.bytes = distinct * expert_bytes;
+	row.flops = 6.0 * d->nr_tokens * d->top_k * m->hidden * m->inter;
+	row.err = -1;
+	if (routing == UNIFORM) {
+		row.peer_us = m->peer[column];
+		row.floor_us = m->floor[column];
+		row.ours_us = m->ours[column];
+	}
+	if (ctx->check) {
+		r = check(ctx, d, &row.err);
+		if (r)
+			return r;
+		if (!(row.err <= ERR_MAX))
+			ctx->failed = true;
+	}
+	r = kvb_time(ctx, call_int4, d, nr_calls, nr_calls, &row);
+	if (r)
+		return r;
+	kvb_row_add(ctx, &row);
+	loads = row;
+	snprintf(loads.name, sizeof(loads.name), "loads %s %s", m->name, names[routing]);
+	loads.err = -1;
+	loads.peer_us = loads.ours_us = loads.flops = 0;
+	d->loads_only = true;
+	r = kvb_time(ctx, call_int4, d, nr_calls, nr_calls, &loads);
+	d->loads_only = false;
+	if (!r)
+		kvb_row_add(ctx, &loads);
+	return r;
+}
+
+int kvb_kernels_moe(struct kvb_ctx *ctx)
+{
+	int r = 0;
+
+	for (size_t i = 0; i < sizeof(models) / sizeof(models[0]) && !r; i++) {
+		const struct model *m = &models[i];
+		struct moe_data d;
+		size_t bytes;
+
+		if (ctx->filter && !strstr(ctx->filter, m->name) &&
+		    !strstr(m->name, ctx->filter) &&
+		    !strstr("uniform zipf single", ctx->filter))
+			continue;
+		bytes = data_alloc(ctx, &d, m, columns[NR_COLUMNS - 1]);
+		for (uint32_t c = 0; c < NR_COLUMNS && !r; c++)
+			r = line(ctx, &d, m, c, UNIFORM, bytes);
+		for (uint32_t c = 4; c < NR_COLUMNS && !r; c += 3)
+			r = line(ctx, &d, m, c, ZIPF, bytes);
+		for (uint32_t c = 4; c < 8 && !r; c += 3)
+			r = line(ctx, &d, m, c, SINGLE, bytes);
+		data_free(&d);
+	}
+	return r;
+}
