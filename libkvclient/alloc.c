@@ -1,0 +1,350 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * alloc.c - kvc_alloc(): from the thread's magazine, else from kvmd. Tour 2/12.
+ *
+ * A magazine lies in the session page: KV_MAGAZINE_SLOTS words that kvmd fills and this
+ * side takes by one compare-and-swap, which is also how kvmd recalls a page: whoever wins
+ * the swap has it. A thread claims one magazine for one pool; threads beyond
+ * KV_MAGAZINES, and requests for more than one page, go through the ring. At the low
+ * watermark a refill is sent without waiting for it; one that fails is harmless and is
+ * tried again later.
+ *
+ * Stocked pages are charged, so before an answer FULL, QUOTA or PENDING reaches the
+ * caller its session's magazines are emptied and its return list is sent.
+ *
+ * Threads: the owner pops without a lock; kvc_mag_drain() pops from any thread. Claiming
+ * is under kvc.lock.
+ */
+#include "internal.h"
+
+#include <errno.h>
+#include <string.h>
+
+#define MAG_UNUSABLE ~0ull
+#define MAG_CACHE    4
+#define DRAIN_MAX    (KV_MAGAZINES * KV_MAGAZINE_SLOTS)
+#define WAIT_MIN_NS  (100 * KV_NSEC_PER_USEC)
+#define WAIT_MAX_NS  (2 * KV_NSEC_PER_MSEC)
+
+static __thread struct {
+	u64 pool_serial;
+	u64 link_serial;
+	u32 index;
+} mag_cache[MAG_CACHE];
+
+/* ---------------------------------------------------------------------------- magazines
+ */
+
+static bool mag_pop(struct kvc_link *link, u32 index, u32 *cursor, struct kv_grant *ret)
+{
+	struct kv_mag_slot *slots = link->session->magazines[index].slots;
+
+	for (u32 i = 0; i < KV_MAGAZINE_SLOTS; i++) {
+		u32 at = (*cursor + i) % KV_MAGAZINE_SLOTS;
+		int dirty;
+
+		if (!kv_mag_pop(&slots[at], &ret->pfn, &ret->tag, &dirty))
+			continue;
+		ret->flags = dirty ? KV_GRANT_DIRTY : 0;
+		*cursor = at + 1;
+		return true;
+	}
+	return false;
+}
+
+/**
+ * kvc_mag_drain() - take what is stocked for a pool, in all magazines of the session
+ * @max: room in @ret
+ *
+ * Return: pages taken.
+ */
+int kvc_mag_drain(struct kvc_pool *pool, struct kvc_link *link, struct kv_grant *ret,
+		  u32 max)
+{
+	u32 nr = 0;
+
+	for (u32 i = 0; i < KV_MAGAZINES && nr < max; i++) {
+		u32 cursor = 0;
+
+		if (__atomic_load_n(&link->mags[i].pool_serial, __ATOMIC_ACQUIRE) !=
+		    pool->serial)
+			continue;
+		while (nr < max && mag_pop(link, i, &cursor, &ret[nr]))
+			nr++;
+	}
+	return (int)nr;
+}
+
+/* Make an unowned magazine another pool's. Its old stock goes back to where it came from.
+ */
+static bool mag_rededicate(struct kvc_pool *pool, struct kvc_link *link, u32 index)
+{
+	struct kvc_mag *m = &link->mags[index];
+	struct kvc *c = pool->c;
+	struct kv_grant g;
+	u32 cursor = 0;
+
+	if (kv_load_acquire32(&m->refilling))
+		return false;
+	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
+		if (!c->pools[i] || c->pools[i]->serial != m->pool_serial)
+			continue;
+		while (mag_pop(link, index, &cursor, &g))
+			if (kvc_ret_add(c->pools[i], &g, 1))
+				return false;
+	}
+	*m = (struct kvc_mag){.owner = m->owner, .refill_nr = 8};
+	kv_store_relaxed32(&link->session->magazines[index].pool_id, pool->pool_id);
+	__atomic_store_n(&m->pool_serial, pool->serial, __ATOMIC_RELEASE);
+	return true;
+}
+
+/* First choice: one that holds this pool's pages already; then an unused one; then any.
+ */
+static int mag_claim_locked(struct kvc_pool *pool, struct kvc_link *link, u64 me)
+{
+	const u64 wanted[] = {pool->serial, 0};
+
+	for (u32 k = 0; k <= KV_ARRAY_SIZE(wanted); k++) {
+		for (u32 i = 0; i < KV_MAGAZINES; i++) {
+			struct kvc_mag *m = &link->mags[i];
+
+			if (m->pool_serial == MAG_UNUSABLE ||
+			    (k < KV_ARRAY_SIZE(wanted) && m->pool_serial != wanted[k]) ||
+			    !kv_cas64(&m->owner, 0, me))
+				continue;
+			if (m->pool_serial == pool->serial ||
+			    mag_rededicate(pool, link, i))
+				return (int)i;
+			__atomic_store_n(&m->owner, 0, __ATOMIC_RELEASE);
+		}
+	}
+	return -1;
+}
+
+static int mag_find(struct kvc_pool *pool, struct kvc_link *link)
+{
+	u64 me = kvc_thread_serial();
+	int index = -1;
+
+	for (u32 i = 0; i < KV_MAGAZINES; i++)
+		if (__atomic_load_n(&link->mags[i].owner, __ATOMIC_RELAXED) == me &&
+		    link->mags[i].pool_serial == pool->serial)
+			index = (int)i;
+	if (index < 0 && !pthread_mutex_trylock(&pool->c->lock)) {
+		if (link == pool->c->link && pool->opened)
+			index = mag_claim_locked(pool, link, me);
+		pthread_mutex_unlock(&pool->c->lock);
+	}
+	if (index >= 0) {
+		mag_cache[pool->serial % MAG_CACHE].pool_serial = pool->serial;
+		mag_cache[pool->serial % MAG_CACHE].link_serial = link->serial;
+		mag_cache[pool->serial % MAG_CACHE].index = (u32)index;
+	}
+	return index;
+}
+
+static void mag_refill(struct kvc_pool *pool, u32 index, u32 left, u32 gfp)
+{
+	struct kvc_req req = {.opcode = KV_OP_ALLOC,
+			      .flags = KV_SQE_MAGAZINE,
+			      .magazine = (u16)index,
+			      .pool = pool,
+			      .gfp = gfp & (KV_GFP_GROW | KV_GFP_RECLAIM | KV_GFP_ZERO)};
+	struct kvc *c = pool->c;
+	struct kvc_mag *m;
+
+	if (pthread_mutex_trylock(&c->lock))
+		return;
+	m = &c->link->mags[index];
+	if (c->link->dead || m->pool_serial != pool->serial)
+		goto unlock;
+	req.nr = KV_MIN(m->refill_nr, KV_MAGAZINE_SLOTS - left);
+	if (m->refill_nr < KV_MAGAZINE_SLOTS)
+		m->refill_nr *= 2;
+	kv_store_relaxed32(&m->refilling, 1);
+	if (kvc_ring_post(c->link, &req, KVC_REFILL))
+		kv_store_relaxed32(&m->refilling, 0);
+unlock:
+	pthread_mutex_unlock(&c->lock);
+}
+
+/* The common case: no lock, no system call. */
+static bool mag_alloc(struct kvc_pool *pool, u32 gfp, struct kv_grant *ret_page)
+{
+	struct kvc_link *link = __atomic_load_n(&pool->c->link, __ATOMIC_ACQUIRE);
+	u32 at = pool->serial % MAG_CACHE, left;
+	struct kvc_mag *m;
+	int index = -1;
+	bool got;
+
+	if (mag_cache[at].pool_serial == pool->serial &&
+	    mag_cache[at].link_serial == link->serial)
+		index = (int)mag_cache[at].index;
+	else
+		index = mag_find(pool, link);
+	if (index < 0)
+		return false;
+	m = &link->mags[index];
+	got = mag_pop(link, (u32)index, &m->cursor, ret_page);
+	if (got)
+		m->popped++;
+	left = got ? kv_load_relaxed32(&m->stocked) - m->popped : 0;
+	if (left > m->refill_nr / 4 && left <= KV_MAGAZINE_SLOTS)
+		return got;
+	if (kv_load_relaxed32(&m->pause)) {
+		kv_store_relaxed32(&m->pause, m->pause - 1);
+		return got;
+	}
+	if (kv_load_acquire32(&m->refilling)) {
+		if (!pthread_mutex_trylock(
+			    &pool->c->lock)) { /* holds the ring's memory */
+			if (link == pool->c->link && !link->dead)
+				kvc_ring_reap(link);
+			pthread_mutex_unlock(&pool->c->lock);
+		}
+		return got;
+	}
+	if (!got ||
+	    left > KV_MAGAZINE_SLOTS) { /* recalled, or counted wrongly: start again */
+		m->popped = kv_load_relaxed32(&m->stocked);
+		left = 0;
+	}
+	mag_refill(pool, (u32)index, left, gfp);
+	return got;
+}
+
+static void thread_exit(struct kvc *c, void *thread_serial)
+{
+	for (struct kvc_link *l = c->poisoned ? NULL : c->link; l; l = l->older)
+		for (u32 i = 0; i < KV_MAGAZINES; i++)
+			kv_cas64(&l->mags[i].owner, (u64)(uintptr_t)thread_serial, 0);
+}
+
+/** kvc_thread_exit() - a thread ends: its magazines are for others, with what is in them
+ */
+void kvc_thread_exit(void *thread_serial)
+{
+	kvc_for_each(thread_exit, thread_serial);
+}
+
+/**
+ * kvc_mag_forget_pool_locked() - the pool closes: no page of it may stay in a magazine
+ *
+ * kvmd frees what the session holds in the pool, popped pages included. A magazine whose
+ * refill is still on its way could fill later, so it is not used again on this link.
+ */
+void kvc_mag_forget_pool_locked(struct kvc_pool *pool)
+{
+	struct kvc_link *link = pool->c->link;
+	struct kv_grant g;
+
+	for (u32 i = 0; i < KV_MAGAZINES; i++) {
+		struct kvc_mag *m = &link->mags[i];
+		u32 cursor = 0;
+
+		if (m->pool_serial != pool->serial)
+			continue;
+		if (!link->dead)
+			kvc_ring_reap(link);
+		while (mag_pop(link, i, &cursor, &g))
+			continue;
+		__atomic_store_n(&m->pool_serial,
+				 kv_load_acquire32(&m->refilling) ? MAG_UNUSABLE : 0,
+				 __ATOMIC_RELEASE);
+		__atomic_store_n(&m->owner, 0, __ATOMIC_RELEASE);
+	}
+}
+
+/* ------------------------------------------------------------------------------ requests
+ */
+
+static int alloc_call(struct kvc_pool *pool, u32 nr, u32 gfp, struct kv_grant *ret_pages,
+		      u64 deadline_ns)
+{
+	struct kvc_req req = {.opcode = KV_OP_ALLOC,
+			      .pool = pool,
+			      .nr = nr,
+			      .gfp = gfp,
+			      .ret_bytes = nr * (u32)sizeof(*ret_pages),
+			      .ret = ret_pages};
+
+	return kvc_call(pool->c, &req, deadline_ns);
+}
+
+/* Pages that cannot be used by the caller go back; @r says why. */
+static int take_back(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr, int r)
+{
+	if (kvc_ret_add(pool, pages, nr))
+		kvc_log(pool->c, KVC_LOG_ERR, "%u pages are lost: out of memory", nr);
+	return r;
+}
+
+/* Serve what the magazines hold, the rest by kvmd; else give both back. */
+static int alloc_with_stock(struct kvc_pool *pool, u32 nr, u32 gfp,
+			    struct kv_grant *ret_pages, int outcome, u64 deadline_ns)
+{
+	struct kvc_link *link = __atomic_load_n(&pool->c->link, __ATOMIC_ACQUIRE);
+	struct kv_grant stock[DRAIN_MAX];
+	u32 nr_stock = (u32)kvc_mag_drain(pool, link, stock, DRAIN_MAX);
+	u32 use = KV_MIN(nr_stock, nr);
+	int r = 0;
+
+	if (use < nr && use)
+		r = alloc_call(pool, nr - use, gfp, ret_pages + use, deadline_ns);
+	else if (!use)
+		r = outcome;
+	if (r) {
+		take_back(pool, stock, nr_stock, 0);
+	} else {
+		memcpy(ret_pages, stock, use * sizeof(*stock));
+		take_back(pool, stock + use, nr_stock - use, 0);
+	}
+	return r;
+}
+
+static bool may_come(int r)
+{
+	return r == KV_FULL || r == KV_QUOTA || r == KV_PENDING;
+}
+
+static int alloc_slow(struct kvc_pool *pool, u32 nr, u32 gfp, struct kv_grant *ret_pages)
+{
+	u64 deadline_ns = kvc_deadline(pool->c), wait_ns = WAIT_MIN_NS;
+	int r;
+
+	r = alloc_call(pool, nr, gfp, ret_pages, deadline_ns);
+	if (may_come(r))
+		r = alloc_with_stock(pool, nr, gfp, ret_pages, r, deadline_ns);
+	if (may_come(r) && kvc_ret_send(pool, 1, deadline_ns) >= 0)
+		r = alloc_call(pool, nr, gfp, ret_pages, deadline_ns);
+	while (r == KV_PENDING && (gfp & KV_GFP_WAIT) &&
+	       kv_now_ns() + wait_ns < deadline_ns) {
+		kvc_sleep_ns(wait_ns);
+		wait_ns = KV_MIN(wait_ns * 2, WAIT_MAX_NS);
+		kvc_ret_send(pool, 1, deadline_ns);
+		r = alloc_call(pool, nr, gfp, ret_pages, deadline_ns);
+	}
+	return r;
+}
+
+int kvc_alloc(struct kvc_pool *pool, uint32_t nr, uint32_t gfp,
+	      struct kv_grant *ret_pages)
+{
+	int r;
+
+	if (kvc_poisoned(pool->c))
+		return kvc_fail(-EOWNERDEAD, "the process forked");
+	if (!nr || nr > KV_BATCH_MAX)
+		return kvc_fail(-EINVAL, "nr=%u: 1 to %u are possible", nr, KV_BATCH_MAX);
+	if (gfp & ~KV_GFP_VALID)
+		return kvc_fail(-EINVAL, "gfp=0x%x: unknown bits 0x%x", gfp,
+				gfp & ~KV_GFP_VALID);
+	if (nr != 1 || !mag_alloc(pool, gfp, ret_pages)) {
+		r = alloc_slow(pool, nr, gfp, ret_pages);
+		if (r)
+			return r;
+	}
+	r = kvc_pages_mapped(pool, ret_pages, nr, sizeof(*ret_pages));
+	return r ? take_back(pool, ret_pages, nr, r) : 0;
+}

@@ -1,0 +1,507 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * map.c - pools, their published tables, and extents in a reserved address range. Tour
+ *7/12.
+ *
+ * A pool reserves addresses for all pages it can ever hold, once, without memory behind
+ *them. An extent is mapped at index * extent_bytes once per (index, serial), when
+ *EXTENT_ADDED brings its descriptor:
+ *
+ *	NONE -> MAPPED -> REMOVING -> UNACKED -> NONE
+ *
+ * EXTENT_REMOVED makes it REMOVING; it is unmapped when every step that had begun by then
+ *has retired, and only then is UNMAPPED sent: kvmd uses an extent index again only after
+ *that, so a page whose extent is MAPPED always lies in the extent kvmd means. Extents of
+ *a lost connection go the same way, without UNMAPPED.
+ *
+ * Lock: kvc.lock (2 in internal.h) for all changes; the state word is read without.
+ */
+#include "internal.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define NR_PAGES_LIMIT (1u << 28)
+
+/* ------------------------------------------------------------------------------ extents
+ */
+
+/* Give an extent's addresses back to the reservation. */
+static int unmap_extent(struct kvc_pool *pool, u32 index)
+{
+	u8 *addr = pool->base + index * pool->geometry.extent_bytes;
+
+	if (mmap(addr, pool->geometry.extent_bytes, PROT_NONE,
+		 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+		 0) == MAP_FAILED)
+		return -errno;
+	return 0;
+}
+
+/* Map the received descriptor, if there is one and the addresses are free. */
+static int map_extent(struct kvc_pool *pool, u32 index)
+{
+	struct kvc_extent *e = &pool->extents[index];
+	u64 bytes = pool->geometry.extent_bytes;
+	u8 *addr = pool->base + index * bytes;
+	struct stat st;
+
+	if (e->fd < 0 || e->state != KVC_EXTENT_NONE)
+		return 0;
+	if (fstat(e->fd, &st) || (u64)st.st_size < bytes)
+		return kvc_fail(-EPROTO, "extent %u: %lld bytes, expected %llu", index,
+				(long long)st.st_size, (unsigned long long)bytes);
+	if (mmap(addr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, e->fd, 0) ==
+	    MAP_FAILED) {
+		int r = kvc_fail(-ENOMEM, "extent %u: mmap of %llu bytes: %s", index,
+				 (unsigned long long)bytes, strerror(errno));
+
+		unmap_extent(pool, index);
+		return r;
+	}
+	madvise(addr, bytes, MADV_DONTFORK);
+	close(e->fd);
+	e->fd = -1;
+	e->serial = e->fd_serial;
+	kv_store_release32(&e->state, KVC_EXTENT_MAPPED);
+	return 0;
+}
+
+static int post_unmapped(struct kvc_pool *pool, u32 index)
+{
+	struct kv_extent_ref ref = {.index = index,
+				    .serial = pool->extents[index].serial};
+	struct kvc_req req = {.opcode = KV_OP_UNMAPPED,
+			      .pool = pool,
+			      .nr = 1,
+			      .arg_bytes = sizeof(ref),
+			      .src = &ref};
+
+	return kvc_ring_post(pool->c->link, &req, KVC_FIRE);
+}
+
+/* One step of an extent's way out. Return: true when it needs no further look. */
+static bool run_extent(struct kvc_pool *pool, u32 index)
+{
+	struct kvc_extent *e = &pool->extents[index];
+
+	if (e->state == KVC_EXTENT_REMOVING) {
+		if (!kvc_begin_fence_passed(pool->c, e->fence))
+			return false;
+		if (unmap_extent(pool, index))
+			return false;
+		kv_store_release32(&e->state,
+				   e->ack ? KVC_EXTENT_UNACKED : KVC_EXTENT_NONE);
+	}
+	if (e->state == KVC_EXTENT_UNACKED) {
+		if (post_unmapped(pool, index))
+			return false;
+		kv_store_release32(&e->state, KVC_EXTENT_NONE);
+	}
+	map_extent(pool, index);
+	return true;
+}
+
+/** kvc_extents_run_locked() - unmap what waited for steps, acknowledge, map what waited
+ */
+void kvc_extents_run_locked(struct kvc_pool *pool)
+{
+	for (u32 i = 0; i < pool->nr_extents; i++)
+		if (!run_extent(pool, i))
+			kv_store_relaxed32(&pool->c->deferred, 1);
+}
+
+/**
+ * kvc_extents_added_locked() - EXTENT_ADDED: map what is new
+ * @in: the message; descriptors that are kept are replaced by -1
+ *
+ * A mapping that fails for want of memory is tried again when a page of it is needed.
+ * Return: 0; -EPROTO index out of range, or reused before UNMAPPED.
+ */
+int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in)
+{
+	const struct kv_msg_extents *m = &in->extents;
+
+	if (m->nr != in->nr_fds)
+		return kvc_fail(-EPROTO, "extent_added.nr=%u with %u descriptors", m->nr,
+				in->nr_fds);
+	for (u32 i = 0; i < m->nr; i++) {
+		u32 index = m->extents[i].index;
+		struct kvc_extent *e;
+		int r;
+
+		if (index >= pool->nr_extents)
+			return kvc_fail(-EPROTO, "extent_added.index=%u: pool has %u",
+					index, pool->nr_extents);
+		e = &pool->extents[index];
+		if (e->state == KVC_EXTENT_MAPPED && e->serial == m->extents[i].serial)
+			continue;
+		if (e->state == KVC_EXTENT_MAPPED ||
+		    (e->state != KVC_EXTENT_NONE && e->ack))
+			return kvc_fail(-EPROTO, "extent %u was reused before UNMAPPED",
+					index);
+		if (e->fd >= 0)
+			close(e->fd);
+		e->fd = in->fds[i];
+		e->fd_serial = m->extents[i].serial;
+		in->fds[i] = -1;
+		r = map_extent(pool, index);
+		if (r == -EPROTO)
+			return r;
+		if (r)
+			kvc_log(pool->c, KVC_LOG_WARN, "extent %u could not be mapped",
+				index);
+	}
+	return 0;
+}
+
+/** kvc_extents_removed_locked() - EXTENT_REMOVED. Return: 0; -EPROTO no such extent */
+int kvc_extents_removed_locked(struct kvc_pool *pool, const struct kv_msg_extents *m)
+{
+	for (u32 i = 0; i < m->nr; i++) {
+		u32 index = m->extents[i].index;
+		u64 serial = m->extents[i].serial;
+		struct kvc_extent *e;
+
+		if (index >= pool->nr_extents)
+			return kvc_fail(-EPROTO, "extent_removed.index=%u: pool has %u",
+					index, pool->nr_extents);
+		e = &pool->extents[index];
+		if (e->state == KVC_EXTENT_MAPPED && e->serial == serial) {
+			e->fence =
+				__atomic_load_n(&pool->c->step_number, __ATOMIC_SEQ_CST);
+			e->ack = true;
+			kv_store_release32(&e->state, KVC_EXTENT_REMOVING);
+		} else if (e->state == KVC_EXTENT_NONE && e->fd >= 0 &&
+			   e->fd_serial == serial) {
+			close(e->fd);
+			e->fd = -1;
+			e->serial = serial;
+			e->ack = true;
+			kv_store_release32(&e->state, KVC_EXTENT_UNACKED);
+		} else {
+			return kvc_fail(-EPROTO, "extent_removed: index %u serial %llu",
+					index, (unsigned long long)serial);
+		}
+	}
+	kvc_extents_run_locked(pool);
+	return 0;
+}
+
+/** kvc_extents_orphan_locked() - the connection they came by is gone; so are their pages
+ */
+void kvc_extents_orphan_locked(struct kvc_pool *pool)
+{
+	for (u32 i = 0; i < pool->nr_extents; i++) {
+		struct kvc_extent *e = &pool->extents[i];
+
+		if (e->fd >= 0)
+			close(e->fd);
+		e->fd = -1;
+		e->ack = false;
+		if (e->state == KVC_EXTENT_MAPPED) {
+			e->fence =
+				__atomic_load_n(&pool->c->step_number, __ATOMIC_SEQ_CST);
+			kv_store_release32(&e->state, KVC_EXTENT_REMOVING);
+		} else if (e->state == KVC_EXTENT_UNACKED) {
+			kv_store_release32(&e->state, KVC_EXTENT_NONE);
+		}
+	}
+	kvc_extents_run_locked(pool);
+}
+
+static bool pfn_mapped(const struct kvc_pool *pool, u32 pfn)
+{
+	return pfn < pool->geometry.nr_pages &&
+	       kv_load_acquire32(&pool->extents[pfn >> pool->geometry.shift].state) ==
+		       KVC_EXTENT_MAPPED;
+}
+
+static u32 first_unmapped(const struct kvc_pool *pool, const struct kv_grant *pages,
+			  u32 nr, size_t stride)
+{
+	for (u32 i = 0; i < nr; i++) {
+		const struct kv_grant *g = (const void *)((const u8 *)pages + i * stride);
+
+		if (!pfn_mapped(pool, g->pfn))
+			return i;
+	}
+	return nr;
+}
+
+/**
+ * kvc_pages_mapped() - no page goes to the caller whose extent is not mapped
+ * @pages: @nr grants, @stride bytes apart
+ *
+ * kvmd sends EXTENT_ADDED before it completes the request that uses the extent, so one
+ * look at the socket must be enough.
+ *
+ * Context: no lock held; may wait for steps of a lost connection, up to the timeout.
+ * Return: 0; -ENOMEM the mapping fails; -EPROTO kvmd did not send the extent; -ETIMEDOUT.
+ */
+int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,
+		     size_t stride)
+{
+	struct kvc *c = pool->c;
+	u64 deadline_ns;
+	u32 i;
+	int r;
+
+	if (first_unmapped(pool, pages, nr, stride) == nr ||
+	    KV_MUTANT(accept_unmapped_extent))
+		return 0;
+	deadline_ns = kvc_deadline(c);
+	for (;;) {
+		const struct kv_grant *g;
+		struct kvc_extent *e = NULL;
+
+		r = kvc_lock_until(&c->lock, deadline_ns);
+		if (r)
+			return kvc_fail(r, "no time to map an extent");
+		r = kvc_sock_read_locked(c);
+		kvc_extents_run_locked(pool);
+		i = first_unmapped(pool, pages, nr, stride);
+		g = (const void *)((const u8 *)pages + i * stride);
+		if (i < nr && g->pfn < pool->geometry.nr_pages)
+			e = &pool->extents[g->pfn >> pool->geometry.shift];
+		if (i < nr && e && e->fd >= 0)
+			r = e->state == KVC_EXTENT_NONE ? -ENOMEM : -EAGAIN;
+		else if (i < nr)
+			r = r == -ENOBUFS ? -ENOMEM : -EPROTO;
+		pthread_mutex_unlock(&c->lock);
+		if (i == nr)
+			return 0;
+		if (r != -EAGAIN)
+			return kvc_fail(r, "pfn %u: its extent is not mapped", g->pfn);
+		if (kv_now_ns() >= deadline_ns)
+			return kvc_fail(
+				-ETIMEDOUT,
+				"pfn %u: a step of the lost session still runs there",
+				g->pfn);
+		kvc_sleep_ns(KV_NSEC_PER_MSEC);
+	}
+}
+
+/* --------------------------------------------------------------------------------- pool
+ */
+
+static int check_geometry(const struct kv_geometry *g, const struct kv_layout *layout)
+{
+	if (!g->nr_pages || g->nr_pages > NR_PAGES_LIMIT || g->shift > 28 ||
+	    g->stride_bytes < kv_page_bytes(layout) || g->extent_bytes % 4096 ||
+	    g->extent_bytes > 1ull << 40 || g->stride_bytes << g->shift > g->extent_bytes)
+		return kvc_fail(-EPROTO,
+				"geometry: %u pages, stride %llu, extent %llu, shift %u",
+				g->nr_pages, (unsigned long long)g->stride_bytes,
+				(unsigned long long)g->extent_bytes, g->shift);
+	return 0;
+}
+
+/* Addresses for the most the pool can ever hold. */
+static int reserve(struct kvc_pool *pool)
+{
+	const struct kv_geometry *g = &pool->geometry;
+
+	pool->nr_extents = (u32)kv_div_round_up(g->nr_pages, 1ull << g->shift);
+	pool->va_bytes = pool->nr_extents * g->extent_bytes;
+	pool->extents = calloc(pool->nr_extents, sizeof(*pool->extents));
+	if (!pool->extents)
+		return kvc_fail(-ENOMEM, "out of memory");
+	for (u32 i = 0; i < pool->nr_extents; i++)
+		pool->extents[i].fd = -1;
+	pool->base = mmap(NULL, pool->va_bytes, PROT_NONE,
+			  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (pool->base == MAP_FAILED) {
+		pool->base = NULL;
+		return kvc_fail(-ENOMEM, "reserving %zu bytes of addresses: %s",
+				pool->va_bytes, strerror(errno));
+	}
+	return 0;
+}
+
+static int map_table(struct kvc_pool *pool, struct kvc_link *link, int fd, u64 bytes)
+{
+	u32 nr_pages = pool->geometry.nr_pages;
+	const struct kv_table *t;
+	struct stat st;
+
+	if (bytes < kv_table_bytes(nr_pages) || fstat(fd, &st) || (u64)st.st_size < bytes)
+		return kvc_fail(-EPROTO, "table: %llu bytes for %u pages",
+				(unsigned long long)bytes, nr_pages);
+	t = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
+	if (t == MAP_FAILED)
+		return kvc_fail(-ENOMEM, "table: mmap: %s", strerror(errno));
+	madvise((void *)(uintptr_t)t, bytes, MADV_DONTFORK);
+	if (t->magic != KV_TABLE_MAGIC || t->pool_id != pool->pool_id ||
+	    t->fingerprint != pool->fingerprint || t->table_epoch != link->table_epoch ||
+	    t->nr_pages != nr_pages || t->tag_off != KV_TABLE_TAG_OFF ||
+	    t->log_off != kv_table_log_off(nr_pages)) {
+		munmap((void *)(uintptr_t)t, bytes);
+		return kvc_fail(-EPROTO, "table: not the table of this pool");
+	}
+	link->tables[pool->slot].bytes = bytes;
+	__atomic_store_n(&link->tables[pool->slot].map, t, __ATOMIC_RELEASE);
+	if (!link->grace_table)
+		__atomic_store_n(&link->grace_table, t, __ATOMIC_RELEASE);
+	return 0;
+}
+
+static int take_reply(struct kvc_pool *pool, struct kvc_link *link, struct kvc_msg_in *in)
+{
+	const struct kv_msg_pool_reply *m = &in->pool;
+	char error[sizeof(m->error) + 1] = "";
+	int r;
+
+	if (m->msg.size_bytes < sizeof(*m))
+		return kvc_fail(-EPROTO, "pool_reply of %u bytes", m->msg.size_bytes);
+	memcpy(error, m->error, sizeof(m->error));
+	if (m->result)
+		return kvc_fail(m->result < 0 ? m->result : -EPROTO, "%s", error);
+	pool->pool_id = m->pool_id;
+	pool->opened = true;
+	if (in->nr_fds != 1)
+		return kvc_fail(-EPROTO, "pool_reply with %u descriptors", in->nr_fds);
+	if (m->backend != KV_BACKEND_HOST)
+		return kvc_fail(-ENODEV, "backend=%u: this library maps host memory only",
+				m->backend);
+	r = check_geometry(&m->geometry, &pool->layout);
+	if (r)
+		return r;
+	if (pool->base && (memcmp(&m->geometry, &pool->geometry, sizeof(m->geometry)) ||
+			   m->fingerprint != pool->fingerprint))
+		return kvc_fail(-ESHUTDOWN, "the pool came back with another geometry");
+	pool->fingerprint = m->fingerprint;
+	pool->backend = m->backend;
+	pool->geometry = m->geometry;
+	r = pool->base ? 0 : reserve(pool);
+	return r ? r : map_table(pool, link, in->fds[0], m->table_bytes);
+}
+
+static int send_open(struct kvc_pool *pool, struct kvc_link *link, u32 sequence,
+		     u64 deadline_ns)
+{
+	size_t scale_bytes = pool->layout.nr_scales * sizeof(float);
+	size_t bytes = sizeof(struct kv_msg_pool_open) + scale_bytes;
+	struct kv_msg_pool_open *m = calloc(1, bytes);
+	int r;
+
+	if (!m)
+		return -ENOMEM;
+	m->msg.magic = KV_MSG_MAGIC;
+	m->msg.type = KV_MSG_POOL_OPEN;
+	m->msg.size_bytes = (u32)bytes;
+	m->msg.sequence = sequence;
+	memcpy(m->gpu_uuid, pool->gpu_uuid, sizeof(m->gpu_uuid));
+	m->layout = pool->layout;
+	if (scale_bytes)
+		memcpy(m + 1, pool->scales, scale_bytes);
+	r = kvc_sock_send(link->sock, m, bytes, deadline_ns);
+	free(m);
+	return r;
+}
+
+/**
+ * kvc_pool_attach_locked() - POOL_OPEN on a link, at first open and after a reconnect
+ *
+ * Context: kvc.lock; waits for kvmd. Events that arrive meanwhile are handled.
+ * Return: as kvc_pool_open(); -ESHUTDOWN the pool came back different; -ECONNRESET.
+ */
+int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns)
+{
+	struct kvc_msg_in *in = pool->c->msg;
+	u32 sequence = ++link->next_sequence;
+	int r;
+
+	r = send_open(pool, link, sequence, deadline_ns);
+	while (!r) {
+		r = kvc_sock_recv_until(link->sock, in, deadline_ns);
+		if (r)
+			break;
+		if (in->msg.type == KV_MSG_POOL_REPLY && in->msg.sequence == sequence) {
+			r = take_reply(pool, link, in);
+			kvc_msg_close_fds(in);
+			return r;
+		}
+		r = kvc_msg_handle_locked(pool->c, in);
+		kvc_msg_close_fds(in);
+	}
+	if (r == -ETIMEDOUT)
+		return kvc_fail(r, "pool_open: no answer from kvmd");
+	kvc_link_dead_locked(link, r);
+	return kvc_fail(r == -EPROTO ? r : -ECONNRESET, "pool_open: %s", strerror(-r));
+}
+
+/** kvc_pool_free_memory() - the part that a forked child may do as well */
+void kvc_pool_free_memory(struct kvc_pool *pool)
+{
+	if (!pool)
+		return;
+	for (u32 i = 0; i < KV_ANNOUNCE_SLOTS; i++)
+		free(pool->stamps[i]);
+	free(pool->ret);
+	free(pool->mirror);
+	free(pool->mirror_block);
+	free(pool->extents);
+	free(pool->scales);
+	pthread_mutex_destroy(&pool->lock);
+	pthread_mutex_destroy(&pool->mirror_lock);
+	free(pool);
+}
+
+/* A step that is just beginning may be reading the table; later ones see that it is gone.
+ */
+static void drop_table(struct kvc_pool *pool, struct kvc_link *link)
+{
+	struct kvc_table *t = &link->tables[pool->slot];
+	const struct kv_table *other = NULL;
+
+	if (!t->map || link->gone)
+		return;
+	for (u32 i = 0; i < KV_POOLS_MAX; i++)
+		if (i != pool->slot && link->tables[i].map)
+			other = link->tables[i].map;
+	if (link->grace_table == t->map)
+		__atomic_store_n(&link->grace_table, other, __ATOMIC_SEQ_CST);
+	kvc_wait_begun(pool->c);
+	munmap((void *)(uintptr_t)t->map, t->bytes);
+	t->map = NULL;
+}
+
+/* kvmd drops what the session held in the pool. */
+static void send_close(struct kvc_pool *pool, struct kvc_link *link)
+{
+	struct kv_msg_pool_close m = {.msg = {.magic = KV_MSG_MAGIC,
+					      .type = KV_MSG_POOL_CLOSE,
+					      .size_bytes = sizeof(m)},
+				      .pool_id = pool->pool_id};
+
+	if (pool->opened && !link->dead)
+		kvc_sock_send(link->sock, &m, sizeof(m), kvc_deadline(pool->c));
+	pool->opened = false;
+}
+
+/** kvc_pool_destroy_locked() - tell kvmd, unmap, forget */
+void kvc_pool_destroy_locked(struct kvc_pool *pool)
+{
+	struct kvc *c = pool->c;
+	struct kvc_link *link = c->link;
+
+	if (c->pools[pool->slot] == pool)
+		c->pools[pool->slot] = NULL;
+	kvc_events_drop_pool_locked(c, pool);
+	if (!link->gone)
+		kvc_ring_forget_pool(&link->ring, pool);
+	send_close(pool, link);
+	for (struct kvc_link *l = link; l; l = l->older)
+		drop_table(pool, l);
+	for (u32 i = 0; i < pool->nr_extents; i++)
+		if (pool->extents[i].fd >= 0)
+			close(pool->extents[i].fd);
+	if (pool->base)
+		munmap(pool->base, pool->va_bytes);
+	kvc_pool_free_memory(pool);
+}

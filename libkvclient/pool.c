@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * pool.c - the public calls that open, close and describe a pool.
+ *
+ * Opening a layout that is open already gives the same pool again, counted: one layout
+ * has one address range in a process however many of its parts ask for it (cases O01).
+ */
+#include "internal.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int check_args(const struct kv_layout *layout, const float *scales)
+{
+	if (!layout)
+		return kvc_fail(-EINVAL, "layout: NULL");
+	if (layout->nr_scales > KV_SCALES_MAX)
+		return kvc_fail(-EINVAL, "layout.nr_scales=%u: at most %u",
+				layout->nr_scales, KV_SCALES_MAX);
+	if (layout->nr_scales && !scales)
+		return kvc_fail(-EINVAL, "scales: NULL with layout.nr_scales=%u",
+				layout->nr_scales);
+	return 0;
+}
+
+static struct kvc_pool *pool_create(struct kvc *c, const struct kv_layout *layout,
+				    const float *scales, const uint8_t *gpu_uuid)
+{
+	static u64 next_serial;
+	struct kvc_pool *pool = calloc(1, sizeof(*pool));
+
+	if (!pool)
+		return NULL;
+	pool->c = c;
+	pool->serial = __atomic_add_fetch(&next_serial, 1, __ATOMIC_RELAXED);
+	pool->refs = 1;
+	pool->layout = *layout;
+	pthread_mutex_init(&pool->lock, NULL);
+	pthread_mutex_init(&pool->mirror_lock, NULL);
+	if (gpu_uuid)
+		memcpy(pool->gpu_uuid, gpu_uuid, sizeof(pool->gpu_uuid));
+	if (layout->nr_scales) {
+		pool->scales = malloc(layout->nr_scales * sizeof(float));
+		if (!pool->scales) {
+			kvc_pool_free_memory(pool);
+			return NULL;
+		}
+		memcpy(pool->scales, scales, layout->nr_scales * sizeof(float));
+	}
+	return pool;
+}
+
+static bool same_pool(const struct kvc_pool *a, const struct kvc_pool *b)
+{
+	return !memcmp(&a->layout, &b->layout, sizeof(a->layout)) &&
+	       !memcmp(a->gpu_uuid, b->gpu_uuid, sizeof(a->gpu_uuid)) &&
+	       (!a->layout.nr_scales ||
+		!memcmp(a->scales, b->scales, a->layout.nr_scales * sizeof(float)));
+}
+
+/* Return: 0 and a slot; -EEXIST and the pool that is open already; -EMFILE. */
+static int find_slot(struct kvc *c, const struct kvc_pool *pool, u32 *ret_slot)
+{
+	u32 slot = KV_POOLS_MAX;
+
+	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
+		if (!c->pools[i])
+			slot = KV_MIN(slot, i);
+		else if (same_pool(c->pools[i], pool)) {
+			*ret_slot = i;
+			return -EEXIST;
+		}
+	}
+	if (slot == KV_POOLS_MAX)
+		return kvc_fail(-EMFILE, "%u pools are open", KV_POOLS_MAX);
+	*ret_slot = slot;
+	return 0;
+}
+
+static int open_locked(struct kvc *c, struct kvc_pool *pool, u32 slot, u64 deadline_ns,
+		       struct kvc_pool **ret_pool)
+{
+	int r;
+
+	pool->slot = slot;
+	do {
+		r = kvc_link_alive_locked(c, deadline_ns);
+		if (r)
+			return r;
+		r = kvc_pool_attach_locked(pool, c->link, deadline_ns);
+	} while (r == -ECONNRESET);
+	if (r)
+		return r;
+	c->pools[slot] = pool;
+	kvc_sock_read_locked(c);
+	*ret_pool = pool;
+	return 0;
+}
+
+int kvc_pool_open(struct kvc *c, const struct kv_layout *layout, const float *scales,
+		  const uint8_t *gpu_uuid, struct kvc_pool **ret_pool)
+{
+	u64 deadline_ns;
+	struct kvc_pool *pool;
+	u32 slot = 0;
+	int r;
+
+	if (kvc_poisoned(c))
+		return kvc_fail(-EOWNERDEAD, "the process forked");
+	r = check_args(layout, scales);
+	if (r)
+		return r;
+	pool = pool_create(c, layout, scales, gpu_uuid);
+	if (!pool)
+		return kvc_fail(-ENOMEM, "out of memory");
+	deadline_ns = kvc_deadline(c);
+	r = kvc_lock_until(&c->lock, deadline_ns);
+	if (r) {
+		kvc_pool_free_memory(pool);
+		return kvc_fail(r, "pool_open: another call holds the connection");
+	}
+	r = find_slot(c, pool, &slot);
+	if (r) {
+		if (r == -EEXIST) {
+			*ret_pool = c->pools[slot];
+			c->pools[slot]->refs++;
+			r = 0;
+		}
+		kvc_pool_free_memory(pool);
+		goto unlock;
+	}
+	r = open_locked(c, pool, slot, deadline_ns, ret_pool);
+	if (r)
+		kvc_pool_destroy_locked(pool);
+unlock:
+	pthread_mutex_unlock(&c->lock);
+	return r;
+}
+
+void kvc_pool_close(struct kvc_pool *pool)
+{
+	struct kvc *c;
+
+	if (!pool || kvc_poisoned(pool->c))
+		return;
+	c = pool->c;
+	pthread_mutex_lock(&c->lock);
+	if (--pool->refs == 0) {
+		kvc_mag_forget_pool_locked(pool);
+		kvc_pool_destroy_locked(pool);
+	}
+	pthread_mutex_unlock(&c->lock);
+}
+
+void kvc_pool_get_info(struct kvc_pool *pool, struct kvc_pool_info *ret_info)
+{
+	*ret_info = (struct kvc_pool_info){
+		.pool_id = pool->pool_id,
+		.backend = pool->backend,
+		.fingerprint = pool->fingerprint,
+		.geometry = pool->geometry,
+		.base = pool->base,
+		.layout = pool->layout,
+		.scales = pool->scales,
+	};
+}
+
+void *kvc_page_addr(struct kvc_pool *pool, uint32_t pfn)
+{
+	u32 state;
+
+	if (kvc_poisoned(pool->c) || pfn >= pool->geometry.nr_pages)
+		return NULL;
+	state = kv_load_acquire32(&pool->extents[pfn >> pool->geometry.shift].state);
+	if (state != KVC_EXTENT_MAPPED && state != KVC_EXTENT_REMOVING)
+		return NULL;
+	return pool->base + kv_page_offset(&pool->geometry, pfn);
+}
