@@ -53,8 +53,7 @@ int kvd_size_parse(const char *text, u64 *ret_bytes)
 void kvd_config_defaults(struct kvd_config *config)
 {
 	memset(config, 0, sizeof(*config));
-	config->low_permille = 20;
-	config->high_permille = 50;
+	config->idle_shrink_ms = 60000;
 	config->check = KV_CHECK_BATCH;
 	config->stall_ms = 1000;
 	config->on_stall = KVD_STALL_WARN;

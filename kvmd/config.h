@@ -17,12 +17,13 @@
 #include "base/util.h"
 #include "kv/abi.h"
 
-#define KVD_CONFIG_BYTES_MAX   (1u << 20)
-#define KVD_CONFIG_TENANTS_MAX 128u
-#define KVD_CONFIG_DOMAINS_MAX 128u
-#define KVD_CONFIG_IDS_MAX     32u /* uids or gids of a tenant */
-#define KVD_CONFIG_GPUS_MAX    16u
-#define KVD_CONFIG_ERROR_BYTES 256u
+#define KVD_CONFIG_BYTES_MAX	      (1u << 20)
+#define KVD_CONFIG_TENANTS_MAX	      128u
+#define KVD_CONFIG_DOMAINS_MAX	      64u
+#define KVD_CONFIG_DOMAIN_TENANTS_MAX 32u
+#define KVD_CONFIG_IDS_MAX	      32u /* uids or gids of a tenant */
+#define KVD_CONFIG_GPUS_MAX	      16u
+#define KVD_CONFIG_ERROR_BYTES	      256u
 
 /* One line of a tenant's quota table. */
 struct kvd_config_gpu {
@@ -54,8 +55,7 @@ enum kvd_on_stall { KVD_STALL_WARN, KVD_STALL_KILL };
  * struct kvd_config - the whole policy
  * @host_bytes: most that all extents of the host backend may hold together; 0 = not set
  * @extent_bytes: extent size; 0 = chosen per layout
- * @pool_bytes: most that one pool may ever hold; 0 = host_bytes
- * @low_permille, @high_permille: free pages between which background reclaim works
+ * @idle_shrink_ms: a wholly free extent goes back to the system after that
  * @check: KV_CHECK_*
  * @stall_ms: a step older than this is reported
  */
@@ -64,9 +64,7 @@ struct kvd_config {
 	u32 nr_tenants;
 	u64 host_bytes;
 	u64 extent_bytes;
-	u64 pool_bytes;
-	u32 low_permille;
-	u32 high_permille;
+	u32 idle_shrink_ms;
 	u32 check;
 	u32 stall_ms;
 	enum kvd_on_stall on_stall;

@@ -33,7 +33,7 @@ struct parser {
 	struct json_path path;
 };
 
-/* -------------------------------------------------------------------------- errors */
+/* ------------------------------------------------------------------- errors */
 
 static void value_text(const cJSON *item, char *out)
 {
@@ -99,7 +99,7 @@ static int check_fields(struct parser *p, const cJSON *object, const char *const
 	return 0;
 }
 
-/* -------------------------------------------------------------------------- scalars */
+/* ------------------------------------------------------------------ scalars */
 
 static int get_size(struct parser *p, const cJSON *item, u64 *ret)
 {
@@ -161,7 +161,7 @@ static int get_choice(struct parser *p, const cJSON *item, const char *const *na
 	return fail(p, item, "must be \"%s\" or \"%s\"", names[0], names[1]);
 }
 
-/* -------------------------------------------------------------------------- tenants */
+/* ------------------------------------------------------------------ tenants */
 
 static bool is_gpu_name(const char *s)
 {
@@ -367,7 +367,7 @@ static int parse_tenants(struct parser *p, const cJSON *array)
 	return 0;
 }
 
-/* -------------------------------------------------------------------------- domains */
+/* ------------------------------------------------------------------ domains */
 
 static struct kvd_config_tenant *tenant_find(struct kvd_config *c, const char *name)
 {
@@ -397,6 +397,9 @@ static int parse_domain_tenants(struct parser *p, const cJSON *array, u32 domain
 		if (tenant->domain != KVD_CONFIG_DOMAINS_MAX)
 			return fail(p, item, "is in domain \"%s\" already",
 				    p->config->domains[tenant->domain].name);
+		if ((u32)i > KVD_CONFIG_DOMAIN_TENANTS_MAX)
+			return fail(p, item, "more than %u tenants in a domain",
+				    KVD_CONFIG_DOMAIN_TENANTS_MAX);
 		tenant->domain = domain;
 		json_path_pop(&p->path);
 	}
@@ -488,20 +491,15 @@ static int lone_domains(struct parser *p)
 	return 0;
 }
 
-/* ---------------------------------------------------------------------------- the rest
- */
+/* ----------------------------------------------------------------- the rest */
 
 static int parse_pool_field(struct parser *p, const cJSON *item)
 {
 	struct kvd_config *c = p->config;
 	int r;
 
-	if (!strcmp(item->string, "low_permille"))
-		return get_uint(p, item, 0, 1000, &c->low_permille);
-	if (!strcmp(item->string, "high_permille"))
-		return get_uint(p, item, 0, 1000, &c->high_permille);
-	if (!strcmp(item->string, "max"))
-		return get_size(p, item, &c->pool_bytes);
+	if (!strcmp(item->string, "idle_shrink_ms"))
+		return get_uint(p, item, 1, STALL_MS_MAX, &c->idle_shrink_ms);
 	r = get_size(p, item, &c->extent_bytes);
 	if (!r && (!kv_is_pow2(c->extent_bytes) || c->extent_bytes < EXTENT_BYTES_MIN ||
 		   c->extent_bytes > EXTENT_BYTES_MAX))
@@ -511,8 +509,7 @@ static int parse_pool_field(struct parser *p, const cJSON *item)
 
 static int parse_pool(struct parser *p, const cJSON *object)
 {
-	static const char *const known[] = {"extent", "max", "low_permille",
-					    "high_permille", NULL};
+	static const char *const known[] = {"extent", "idle_shrink_ms", NULL};
 	const cJSON *item;
 	int r = check_fields(p, object, known);
 
@@ -526,10 +523,6 @@ static int parse_pool(struct parser *p, const cJSON *object)
 			return r;
 		json_path_pop(&p->path);
 	}
-	if (p->config->low_permille > p->config->high_permille)
-		return fail_at(p, "low_permille",
-			       cJSON_GetObjectItemCaseSensitive(object, "low_permille"),
-			       "above high_permille");
 	return 0;
 }
 

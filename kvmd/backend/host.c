@@ -24,6 +24,7 @@
 struct host {
 	struct kvd_backend be;
 	u64 capacity_bytes;
+	u64 extent_bytes; /* 0 = any */
 	u64 used_bytes;
 	u64 nr_made;
 };
@@ -115,10 +116,12 @@ static void host_extent_free(struct kvd_backend *be, struct kvd_extent_handle *h
 
 static void host_limits(struct kvd_backend *be, struct kvd_backend_limits *ret_limits)
 {
+	u64 fixed = host_of(be)->extent_bytes;
+
 	*ret_limits = (struct kvd_backend_limits){
 		.kind = KV_BACKEND_HOST,
-		.extent_min_bytes = EXTENT_ALIGN_BYTES,
-		.extent_max_bytes = EXTENT_MAX_BYTES,
+		.extent_min_bytes = fixed ? fixed : EXTENT_ALIGN_BYTES,
+		.extent_max_bytes = fixed ? fixed : EXTENT_MAX_BYTES,
 		.extent_align_bytes = EXTENT_ALIGN_BYTES,
 		.capacity_bytes = host_of(be)->capacity_bytes,
 	};
@@ -131,7 +134,8 @@ static const struct kvd_backend_ops host_ops = {
 	.limits = host_limits,
 };
 
-int kvd_host_create(u64 capacity_bytes, struct kvd_backend **ret_backend)
+int kvd_host_create(u64 capacity_bytes, u64 extent_bytes,
+		    struct kvd_backend **ret_backend)
 {
 	struct host *host = calloc(1, sizeof(*host));
 
@@ -140,6 +144,7 @@ int kvd_host_create(u64 capacity_bytes, struct kvd_backend **ret_backend)
 	if (!capacity_bytes)
 		capacity_bytes = KV_MIN(meminfo_available(), cgroup_limit()) / 2;
 	host->be.ops = &host_ops;
+	host->extent_bytes = extent_bytes;
 	host->capacity_bytes = capacity_bytes & ~(EXTENT_ALIGN_BYTES - 1);
 	kvd_backend_check(&host->be);
 	*ret_backend = &host->be;

@@ -15,6 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 #include "base/assert.h"
 #include "base/clock.h"
@@ -38,6 +40,7 @@ struct kvd_loop {
 	u32 nr_used; /* slots ever used */
 	u32 first_free;
 	u32 nr_rearm;
+	u32 nr_kicks; /* prepared, not submitted */
 	u32 rearm[KVD_WATCHES_MAX];
 	struct slot slots[KVD_WATCHES_MAX];
 };
@@ -294,6 +297,7 @@ static int uring_wait(struct kvd_loop *loop, u64 deadline_ns)
 	int r, ran = 0;
 
 	rearm_flush(loop);
+	loop->nr_kicks = 0;
 	now = deadline_ns ? kv_now_ns() : 0;
 	if (deadline_ns > now) {
 		ts.tv_sec = (long long)((deadline_ns - now) / KV_NSEC_PER_SEC);
@@ -347,5 +351,48 @@ bool kvd_loop_pending(struct kvd_loop *loop)
 	 */
 	if (!loop->uring)
 		return true;
-	return loop->nr_rearm || io_uring_cq_ready(&loop->ring);
+	return loop->nr_rearm || loop->nr_kicks || io_uring_cq_ready(&loop->ring);
+}
+
+static const u64 kick_one = 1;
+
+void kvd_loop_kick(struct kvd_loop *loop, int event_fd)
+{
+	struct pollfd p = {.fd = event_fd, .events = POLLOUT};
+	struct io_uring_sqe *sqe;
+	ssize_t n;
+
+	if (!loop->uring) {
+		/* A client that fills the counter between the two can delay us: it is
+		 * said in status that io_uring is missing. */
+		if (poll(&p, 1, 0) == 1 && (p.revents & POLLOUT)) {
+			n = write(event_fd, &kick_one, sizeof(kick_one));
+			(void)n;
+		}
+		return;
+	}
+	sqe = sqe_get(loop);
+	io_uring_prep_write(sqe, event_fd, &kick_one, sizeof(kick_one), 0);
+	io_uring_sqe_set_data64(sqe, ~0ull);
+	loop->nr_kicks++;
+}
+
+void kvd_loop_drain(int event_fd)
+{
+	struct iovec iov;
+	u64 count;
+	ssize_t n;
+
+	iov.iov_base = &count;
+	iov.iov_len = sizeof(count);
+	n = preadv2(event_fd, &iov, 1, -1, RWF_NOWAIT);
+	(void)n;
+}
+
+void kvd_loop_flush(struct kvd_loop *loop)
+{
+	if (loop->uring && loop->nr_kicks) {
+		io_uring_submit(&loop->ring);
+		loop->nr_kicks = 0;
+	}
 }

@@ -89,4 +89,18 @@ int kvd_loop_wait(struct kvd_loop *loop, u64 deadline_ns);
  * once? */
 bool kvd_loop_pending(struct kvd_loop *loop);
 
+/**
+ * kvd_loop_kick() - add 1 to an eventfd that a client holds too; never blocks
+ *
+ * The client may have cleared O_NONBLOCK and filled the counter. With io_uring the write
+ * goes out with the next wait and cannot block the loop.
+ */
+void kvd_loop_kick(struct kvd_loop *loop, int event_fd);
+
+/** kvd_loop_drain() - read an eventfd's counter away; never blocks */
+void kvd_loop_drain(int event_fd);
+
+/** kvd_loop_flush() - submit what is prepared; before closing an fd that was kicked */
+void kvd_loop_flush(struct kvd_loop *loop);
+
 #endif

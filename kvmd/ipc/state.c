@@ -66,7 +66,7 @@ static int counters_read(struct kvd_state *state, char *error, size_t error_byte
 	ssize_t n;
 	int fd;
 
-	state->saved[0] = state->saved[1] = 1;
+	state->saved[0] = state->saved[1] = 0;
 	fd = openat(state->dir_fd, "counters", O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
 	if (fd < 0 && errno == ENOENT)
 		return 0;

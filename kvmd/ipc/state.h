@@ -33,7 +33,7 @@ struct kvd_state {
  * kvd_state_open() - open, lock and read a state directory
  * @error: room for @error_bytes; says what and where
  *
- * A missing directory is made with mode 0700. Not there yet means both counters are 1.
+ * A missing directory is made with mode 0700. No counters yet means both are 0.
  * Return: 0; -EBUSY another daemon holds it; -EBADMSG damaged; -EPERM others may write to
  *it; -errno.
  */

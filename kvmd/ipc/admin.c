@@ -1,0 +1,343 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ipc/admin.c - see admin.h: connections, lines, dispatch. */
+#include "kvmd/ipc/admin.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/assert.h"
+#include "kvmd/dbg/log.h"
+#include "kvmd/ipc/admin_priv.h"
+
+struct admin_conn {
+	struct list_node node;
+	struct kvd *kvd;
+	int fd;
+	struct kvd_watch watch;
+	bool stream;
+	bool closing; /* after what waits was sent */
+	size_t in_used;
+	char *out;
+	size_t out_used, out_done;
+	char in[KVD_ADMIN_REQUEST_BYTES];
+};
+
+static const struct {
+	const char *name;
+	int (*handle)(struct kvd_admin_call *call);
+} verbs[] = {
+	{"status", kvd_admin_status},	    {"ps", kvd_admin_ps},
+	{"pages", kvd_admin_pages},	    {"page", kvd_admin_page},
+	{"pool", kvd_admin_pool},	    {"tenant", kvd_admin_tenant},
+	{"incidents", kvd_admin_incidents}, {"audit", kvd_admin_audit},
+	{"evict", kvd_admin_evict},	    {"version", kvd_admin_version},
+	{"reload", kvd_admin_reload},	    {"stat", kvd_admin_stat},
+	{"trace", kvd_admin_trace},	    {"fault", kvd_admin_fault},
+};
+
+/* ------------------------------------------------------------------ helpers */
+
+void kvd_admin_u64(cJSON *object, const char *name, u64 value)
+{
+	char text[24];
+
+	/* cJSON numbers are doubles; raw text keeps every bit. */
+	snprintf(text, sizeof(text), "%llu", (unsigned long long)value);
+	cJSON_AddRawToObject(object, name, text);
+}
+
+void kvd_admin_hex(cJSON *object, const char *name, u64 value)
+{
+	char text[24];
+
+	snprintf(text, sizeof(text), "0x%llx", (unsigned long long)value);
+	cJSON_AddStringToObject(object, name, text);
+}
+
+int kvd_admin_fail(struct kvd_admin_call *call, int r, const char *fmt, ...)
+{
+	va_list ap;
+
+	va_start(ap, fmt);
+	vsnprintf(call->error, sizeof(call->error), fmt, ap);
+	va_end(ap);
+	return r;
+}
+
+int kvd_admin_get_u32(struct kvd_admin_call *call, const char *name, u32 *ret)
+{
+	const cJSON *item = cJSON_GetObjectItemCaseSensitive(call->in, name);
+	double d;
+
+	if (!item)
+		return 0;
+	d = item->valuedouble;
+	if (!cJSON_IsNumber(item) || !(d >= 0 && d <= 0xffffffffu) || d != (double)(u32)d)
+		return kvd_admin_fail(call, -EINVAL, "%s: must be a whole number", name);
+	*ret = (u32)d;
+	return 1;
+}
+
+int kvd_admin_get_pool(struct kvd_admin_call *call, struct kvd_pool **ret_pool)
+{
+	struct kvd_mm *mm = &call->kvd->core.mm;
+	struct kvd_pool *only = NULL;
+	u32 id, i, nr = 0;
+	int r;
+
+	r = kvd_admin_get_u32(call, "pool", &id);
+	if (r < 0)
+		return r;
+	if (r) {
+		if (!id || id > KVD_POOLS_MAX || !mm->pools[id - 1])
+			return kvd_admin_fail(call, -ENOENT, "pool %u: no such pool", id);
+		*ret_pool = mm->pools[id - 1];
+		return 0;
+	}
+	for (i = 0; i < KVD_POOLS_MAX; i++) {
+		if (!mm->pools[i])
+			continue;
+		only = mm->pools[i];
+		nr++;
+	}
+	if (nr != 1)
+		return kvd_admin_fail(
+			call, nr ? -EINVAL : -ENOENT,
+			nr ? "there are %u pools: name one" : "there is no pool", nr);
+	*ret_pool = only;
+	return 0;
+}
+
+cJSON *kvd_admin_handle(struct kvd *kvd, const cJSON *request, bool *ret_stream)
+{
+	const cJSON *op = cJSON_GetObjectItemCaseSensitive(request, "op");
+	struct kvd_admin_call call = {.kvd = kvd, .in = request};
+	size_t i;
+	int r = -EOPNOTSUPP;
+
+	call.out = cJSON_CreateObject();
+	if (!call.out)
+		return NULL;
+	kvd_stats.admin_requests++;
+	*ret_stream = cJSON_IsString(op) && !strcmp(op->valuestring, "events");
+	if (*ret_stream)
+		r = 0;
+	for (i = 0; cJSON_IsString(op) && i < KV_ARRAY_SIZE(verbs); i++)
+		if (!strcmp(op->valuestring, verbs[i].name))
+			r = verbs[i].handle(&call);
+	if (r) {
+		cJSON_Delete(call.out);
+		call.out = cJSON_CreateObject();
+		if (!call.out)
+			return NULL;
+		if (!call.error[0])
+			kvd_admin_fail(&call, r, "%s",
+				       r == -EOPNOTSUPP ? "op: unknown operation"
+				       : r < 0		? strerror(-r)
+							: kv_outcome_str(r));
+		cJSON_AddNumberToObject(call.out, "code", r);
+		cJSON_AddStringToObject(call.out, "error", call.error);
+	}
+	cJSON_AddBoolToObject(call.out, "ok", r == 0);
+	return call.out;
+}
+
+/* -------------------------------------------------------------- connections */
+
+static void conn_close(struct admin_conn *c)
+{
+	struct kvd *kvd = c->kvd;
+
+	kvd_loop_del(kvd->loop, &c->watch);
+	close(c->fd);
+	list_del(&c->node);
+	kvd->admin.nr_conns--;
+	kvd->admin.nr_streams -= c->stream;
+	free(c->out);
+	free(c);
+}
+
+/* Return: 0; -errno: close it */
+static int conn_flush(struct admin_conn *c)
+{
+	ssize_t n;
+
+	while (c->out_done < c->out_used) {
+		n = send(c->fd, c->out + c->out_done, c->out_used - c->out_done,
+			 MSG_DONTWAIT | MSG_NOSIGNAL);
+		if (n < 0 && errno == EINTR)
+			continue;
+		if (n < 0 && errno != EAGAIN)
+			return -errno;
+		if (n < 0)
+			break;
+		c->out_done += (size_t)n;
+	}
+	if (c->out_done == c->out_used) {
+		c->out_done = c->out_used = 0;
+		if (c->closing)
+			return -ESHUTDOWN;
+	}
+	kvd_loop_modify(c->kvd->loop, &c->watch,
+			c->out_used ? KVD_LOOP_IN | KVD_LOOP_OUT : KVD_LOOP_IN);
+	return 0;
+}
+
+/* Queues one line; a reader that lets 64 MiB pile up is dropped. Consumes @doc. */
+static int conn_say(struct admin_conn *c, cJSON *doc)
+{
+	char *text = doc ? cJSON_PrintUnformatted(doc) : NULL, *out;
+	size_t len;
+
+	cJSON_Delete(doc);
+	if (!text)
+		return -ENOMEM;
+	len = strlen(text);
+	out = c->out_used + len + 1 > KVD_ADMIN_OUT_BYTES_MAX
+		      ? NULL
+		      : realloc(c->out, c->out_used + len + 1);
+	if (out) {
+		memcpy(out + c->out_used, text, len);
+		out[c->out_used + len] = '\n';
+		c->out = out;
+		c->out_used += len + 1;
+	}
+	cJSON_free(text);
+	return out ? conn_flush(c) : -ENOBUFS;
+}
+
+static cJSON *refusal(int code, const char *text)
+{
+	cJSON *doc = cJSON_CreateObject();
+
+	cJSON_AddBoolToObject(doc, "ok", false);
+	cJSON_AddNumberToObject(doc, "code", code);
+	cJSON_AddStringToObject(doc, "error", text);
+	return doc;
+}
+
+static int conn_line(struct admin_conn *c, const char *line, size_t len)
+{
+	cJSON *request = cJSON_ParseWithLength(line, len), *reply;
+	bool stream = false;
+
+	if (!cJSON_IsObject(request)) {
+		cJSON_Delete(request);
+		return conn_say(c, refusal(-EINVAL, "request: not a JSON object"));
+	}
+	reply = kvd_admin_handle(c->kvd, request, &stream);
+	cJSON_Delete(request);
+	if (stream && !c->stream) {
+		c->stream = true;
+		c->kvd->admin.nr_streams++;
+	}
+	return conn_say(c, reply);
+}
+
+/* Return: 0; -errno: close it */
+static int conn_read(struct admin_conn *c)
+{
+	char *end;
+	ssize_t n;
+	size_t len;
+	int r;
+
+	n = recv(c->fd, c->in + c->in_used, sizeof(c->in) - c->in_used, MSG_DONTWAIT);
+	if (n < 0)
+		return errno == EAGAIN || errno == EINTR ? 0 : -errno;
+	if (n == 0)
+		return -ESHUTDOWN;
+	c->in_used += (size_t)n;
+	while ((end = memchr(c->in, '\n', c->in_used))) {
+		len = (size_t)(end - c->in);
+		r = conn_line(c, c->in, len);
+		if (r)
+			return r;
+		c->in_used -= len + 1;
+		memmove(c->in, end + 1, c->in_used);
+	}
+	return c->in_used == sizeof(c->in) ? -EMSGSIZE : 0;
+}
+
+static void admin_ready(void *arg, u32 events)
+{
+	struct admin_conn *c = arg;
+	int r = 0;
+
+	if (events & KVD_LOOP_OUT)
+		r = conn_flush(c);
+	if (!r && (events & (KVD_LOOP_IN | KVD_LOOP_HUP)))
+		r = conn_read(c);
+	if (r)
+		conn_close(c);
+}
+
+void kvd_admin_accepted(struct kvd *kvd, int fd)
+{
+	struct admin_conn *c = NULL;
+	struct ucred cred;
+	socklen_t len = sizeof(cred);
+
+	if (kvd->admin.nr_conns < KVD_ADMIN_CONNS_MAX &&
+	    !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &len))
+		c = calloc(1, sizeof(*c));
+	if (!c) {
+		close(fd);
+		return;
+	}
+	c->kvd = kvd;
+	c->fd = fd;
+	c->watch.fd = fd;
+	c->watch.events = KVD_LOOP_IN;
+	c->watch.ready = admin_ready;
+	c->watch.arg = c;
+	list_add_tail(&kvd->admin.conns, &c->node);
+	kvd->admin.nr_conns++;
+	if (kvd_loop_add(kvd->loop, &c->watch)) {
+		conn_close(c);
+		return;
+	}
+	if (cred.uid != 0 && cred.uid != geteuid()) {
+		kvd_warn("ipc/admin", "uid %u pid %d: refused", cred.uid, cred.pid);
+		c->closing = true;
+		if (conn_say(c, refusal(-EACCES,
+					"only root and the daemon's user may do this")))
+			conn_close(c);
+	}
+}
+
+void kvd_admin_event(struct kvd *kvd, const char *type, cJSON *fields)
+{
+	struct admin_conn *c, *tmp;
+
+	if (!fields)
+		fields = cJSON_CreateObject();
+	if (kvd->admin.nr_streams && fields) {
+		cJSON_AddStringToObject(fields, "event", type);
+		kvd_admin_u64(fields, "time_ns", kvd->now_ns - kvd->started_ns);
+		list_for_each_entry_safe (c, tmp, &kvd->admin.conns, node) {
+			if (c->stream && conn_say(c, cJSON_Duplicate(fields, true)))
+				shutdown(c->fd, SHUT_RDWR);
+		}
+	}
+	cJSON_Delete(fields);
+}
+
+void kvd_admin_init(struct kvd_admin *admin)
+{
+	memset(admin, 0, sizeof(*admin));
+	list_init(&admin->conns);
+}
+
+void kvd_admin_fini(struct kvd *kvd)
+{
+	struct admin_conn *c, *tmp;
+
+	list_for_each_entry_safe (c, tmp, &kvd->admin.conns, node)
+		conn_close(c);
+}

@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ipc/listen.c - see listen.h. */
+#include "kvmd/ipc/listen.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "kvmd/daemon.h"
+#include "kvmd/dbg/fault.h"
+#include "kvmd/dbg/log.h"
+
+#define ACCEPT_BATCH 16
+
+/*
+ * No fd is left for the peer: give up the spare one to take it, close it, get the spare
+ * back. Left in the queue it would keep the socket readable and the loop busy (cases
+ * O58).
+ */
+static void refuse_one(struct kvd_listen *l)
+{
+	struct kvd *kvd = l->kvd;
+	int fd;
+
+	kvd_stats.fd_shortages++;
+	kvd_stats.connections_refused++;
+	kvd_warn("ipc/listen", "%s: no file descriptor left: a peer was refused",
+		 l->path);
+	if (kvd->spare_fd >= 0)
+		close(kvd->spare_fd);
+	fd = accept4(l->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+	if (fd >= 0)
+		close(fd);
+	kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+}
+
+static void listen_ready(void *arg, u32 events)
+{
+	struct kvd_listen *l = arg;
+	int i, fd;
+
+	for (i = 0; i < ACCEPT_BATCH; i++) {
+		fd = kvd_fault(KVD_FAULT_accept)
+			     ? -1
+			     : accept4(l->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+		if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {
+			refuse_one(l);
+			return;
+		}
+		if (fd < 0)
+			return;
+		kvd_stats.connections++;
+		l->accepted(l->kvd, fd);
+	}
+}
+
+/* Is somebody behind this path? */
+static int path_clear(const struct sockaddr_un *addr, int type, char *error)
+{
+	struct stat st;
+	int fd, r;
+
+	if (lstat(addr->sun_path, &st))
+		return errno == ENOENT ? 0 : -errno;
+	if (!S_ISSOCK(st.st_mode)) {
+		snprintf(error, KVD_CONFIG_ERROR_BYTES, "%s: exists and is no socket",
+			 addr->sun_path);
+		return -EEXIST;
+	}
+	fd = socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+	if (fd < 0)
+		return -errno;
+	r = connect(fd, (const struct sockaddr *)addr, sizeof(*addr)) ? -errno : 0;
+	close(fd);
+	if (r == 0 || r == -EAGAIN) {
+		snprintf(error, KVD_CONFIG_ERROR_BYTES,
+			 "%s: another daemon answers there", addr->sun_path);
+		return -EADDRINUSE;
+	}
+	return unlink(addr->sun_path) ? -errno : 0;
+}
+
+int kvd_listen_open(struct kvd *kvd, struct kvd_listen *l, const char *path, int type,
+		    u32 mode, void (*accepted)(struct kvd *kvd, int fd), char *error)
+{
+	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	struct stat st;
+	mode_t mask;
+	int r;
+
+	*l = (struct kvd_listen){
+		.fd = -1, .path = path, .kvd = kvd, .accepted = accepted};
+	if (strlen(path) >= sizeof(addr.sun_path)) {
+		snprintf(error, KVD_CONFIG_ERROR_BYTES,
+			 "%.100s...: longer than %zu bytes", path,
+			 sizeof(addr.sun_path) - 1);
+		return -ENAMETOOLONG;
+	}
+	strcpy(addr.sun_path, path);
+	error[0] = 0;
+	r = path_clear(&addr, type, error);
+	if (r)
+		goto out;
+	l->fd = socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+	if (l->fd < 0) {
+		r = -errno;
+		goto out;
+	}
+	mask = umask(0177);
+	r = bind(l->fd, (struct sockaddr *)&addr, sizeof(addr)) ? -errno : 0;
+	umask(mask);
+	if (r)
+		goto close_fd;
+	if (chmod(path, mode) || listen(l->fd, 128) || lstat(path, &st)) {
+		r = -errno;
+		goto unlink_path;
+	}
+	l->inode = st.st_ino;
+	l->watch.fd = l->fd;
+	l->watch.events = KVD_LOOP_IN;
+	l->watch.ready = listen_ready;
+	l->watch.arg = l;
+	r = kvd_loop_add(kvd->loop, &l->watch);
+	if (!r)
+		return 0;
+unlink_path:
+	unlink(path);
+close_fd:
+	close(l->fd);
+	l->fd = -1;
+out:
+	if (!error[0])
+		snprintf(error, KVD_CONFIG_ERROR_BYTES, "%s: %s", path, strerror(-r));
+	return r;
+}
+
+void kvd_listen_close(struct kvd_listen *l)
+{
+	struct stat st;
+
+	if (l->fd < 0)
+		return;
+	kvd_loop_del(l->kvd->loop, &l->watch);
+	close(l->fd);
+	l->fd = -1;
+	if (!lstat(l->path, &st) && st.st_ino == l->inode)
+		unlink(l->path);
+}

@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * ipc/op_prefix.c - SEAL and LOOKUP: hashing goes on over several turns, in slices of
+ * KVD_HASH_SLICE pages. The first slice runs at once if no other request has used the
+ * turn's.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "kvmd/daemon.h"
+#include "kvmd/ipc/conn.h"
+#include "kvmd/ipc/ops.h"
+
+/* args: kv_seal_arg, kv_seal_page[nr], tokens[nr][64] */
+int kvd_op_seal(struct kvd_request *req)
+{
+	struct kvd_seal_op *op = &req->seal;
+	int r;
+
+	memset(op, 0, sizeof(*op));
+	op->s = req->conn->session;
+	op->a = kvd_op_attach(req);
+	memcpy(&op->arg, req->args, sizeof(op->arg));
+	op->pages = (const struct kv_seal_page *)(req->args + sizeof(op->arg));
+	op->tokens = (const u32 *)(op->pages + req->sqe.nr);
+	op->rets = (struct kv_seal_ret *)req->rets;
+	op->nr = req->sqe.nr;
+	r = kvd_seal_start(op);
+	return r ? r : KVD_REQUEST_AGAIN;
+}
+
+int kvd_op_seal_again(struct kvd_request *req)
+{
+	struct kvd_seal_op *op = &req->seal;
+	int r;
+
+	r = kvd_seal_step(op);
+	if (r == -EAGAIN)
+		return KVD_REQUEST_AGAIN;
+	req->ret_nr = r ? 0 : op->nr;
+	req->ret_bytes = r ? 0 : op->nr * (u32)sizeof(struct kv_seal_ret);
+	return r;
+}
+
+/* args: kv_lookup_arg, tokens[nr] */
+int kvd_op_lookup(struct kvd_request *req)
+{
+	struct kvd_lookup_op *op = &req->lookup;
+	struct kv_lookup_arg arg;
+	u32 room, i;
+	int r;
+
+	memcpy(&arg, req->args, sizeof(arg));
+	for (i = 0; i < KV_ARRAY_SIZE(arg.reserved); i++)
+		if (arg.reserved[i])
+			return -EINVAL;
+	room = KV_MIN(req->sqe.ret_bytes, KVD_REQUEST_RET_BYTES) / sizeof(struct kv_hit);
+	if (!room && req->sqe.nr >= KV_PAGE_TOKENS)
+		return -ENOSPC;
+	memset(op, 0, sizeof(*op));
+	op->s = req->conn->session;
+	op->a = kvd_op_attach(req);
+	op->tokens = (const u32 *)(req->args + sizeof(arg));
+	op->nr_tokens = req->sqe.nr;
+	op->max_pages = arg.max_pages;
+	op->hits = (struct kv_hit *)req->rets;
+	op->hits_max = room;
+	r = kvd_lookup_start(op);
+	return r ? r : KVD_REQUEST_AGAIN;
+}
+
+int kvd_op_lookup_again(struct kvd_request *req)
+{
+	struct kvd_lookup_op *op = &req->lookup;
+	int r;
+
+	r = kvd_lookup_step(op);
+	if (r == -EAGAIN)
+		return KVD_REQUEST_AGAIN;
+	req->ret_nr = r ? 0 : op->nr;
+	req->ret_bytes = r ? 0 : op->nr * (u32)sizeof(struct kv_hit);
+	return r;
+}

@@ -1,0 +1,220 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ipc/policy.c - see policy.h. */
+#include "kvmd/ipc/policy.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sodium.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/assert.h"
+#include "kvmd/daemon.h"
+#include "kvmd/dbg/log.h"
+
+#define SECRET_BYTES 32
+
+/*
+ * A domain's secret is derived from one secret of the host, kept in the state directory,
+ * so that it is the same after a restart (a stored tier stays readable) and differs per
+ * domain.
+ */
+static int host_secret(struct kvd *kvd, u8 *secret)
+{
+	ssize_t n;
+	int fd, r;
+
+	fd = openat(kvd->state.dir_fd, "secret", O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+	if (fd >= 0) {
+		n = read(fd, secret, SECRET_BYTES);
+		close(fd);
+		return n == SECRET_BYTES ? 0 : -EBADMSG;
+	}
+	if (errno != ENOENT)
+		return -errno;
+	randombytes_buf(secret, SECRET_BYTES);
+	fd = openat(kvd->state.dir_fd, "secret.new",
+		    O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+	if (fd < 0)
+		return -errno;
+	r = write(fd, secret, SECRET_BYTES) == SECRET_BYTES && !fsync(fd) ? 0 : -EIO;
+	close(fd);
+	if (r)
+		return r;
+	return renameat(kvd->state.dir_fd, "secret.new", kvd->state.dir_fd, "secret")
+		       ? -errno
+		       : 0;
+}
+
+static int domain_get(struct kvd *kvd, const char *name, struct kvd_domain **ret)
+{
+	u8 host[SECRET_BYTES], secret[KVD_DOMAIN_SECRET_BYTES];
+	int r;
+
+	*ret = kvd_domain_find(&kvd->core, name);
+	if (*ret)
+		return 0;
+	r = host_secret(kvd, host);
+	if (r)
+		return r;
+	crypto_generichash(secret, sizeof(secret), (const u8 *)name, strlen(name), host,
+			   sizeof(host));
+	r = kvd_domain_create(&kvd->core, name, secret, ret);
+	sodium_memzero(host, sizeof(host));
+	sodium_memzero(secret, sizeof(secret));
+	return r;
+}
+
+/* No quota line for this backend: the tenant may connect, and hold nothing. */
+static struct kvd_limits limits_of(const struct kvd *kvd,
+				   const struct kvd_config_tenant *t)
+{
+	const struct kvd_config_gpu *q = kvd_config_quota(t, kvd->backend->ops->name);
+
+	if (!q)
+		return (struct kvd_limits){.weight = 1};
+	return (struct kvd_limits){
+		.min_bytes = q->min_bytes,
+		.high_bytes = q->high_bytes,
+		.max_bytes = q->max_bytes,
+		.weight = q->weight,
+	};
+}
+
+/* What the file alone cannot tell: sums against this host, tenants that change domain. */
+static int policy_check(struct kvd *kvd, const struct kvd_config *config, char *error)
+{
+	u64 sum = 0, capacity = kvd->core.mm.limits.capacity_bytes;
+	u32 t;
+
+	for (t = 0; t < config->nr_tenants; t++) {
+		const struct kvd_config_tenant *ct = &config->tenants[t];
+		struct kvd_tenant *have = kvd_tenant_find(&kvd->core, ct->name);
+		const char *domain = config->domains[ct->domain].name;
+
+		sum += limits_of(kvd, ct).min_bytes;
+		if (sum > capacity) {
+			snprintf(
+				error, KVD_CONFIG_ERROR_BYTES,
+				"tenants[%u].gpus: \"%s\": the tenants' min add up to %llu, "
+				"this host has %llu bytes",
+				t, ct->name, (unsigned long long)sum,
+				(unsigned long long)capacity);
+			return -EINVAL;
+		}
+		if (have && strcmp(have->domain->name, domain)) {
+			snprintf(
+				error, KVD_CONFIG_ERROR_BYTES,
+				"tenants[%u]: \"%s\": is in domain \"%s\" and cannot move to "
+				"\"%s\" while it exists",
+				t, ct->name, have->domain->name, domain);
+			return -EINVAL;
+		}
+	}
+	return 0;
+}
+
+static const struct kvd_config_tenant *config_find(const struct kvd_config *config,
+						   const char *name)
+{
+	u32 t;
+
+	for (t = 0; t < config->nr_tenants; t++)
+		if (!strcmp(config->tenants[t].name, name))
+			return &config->tenants[t];
+	return NULL;
+}
+
+/* Gives up every min first: the new ones may be larger here and smaller there. */
+static void mins_drop(struct kvd *kvd, const struct kvd_config *config, u32 *ret_deferred)
+{
+	bool deferred;
+	u32 i;
+
+	for (i = 0; i < KVD_TENANTS_MAX; i++) {
+		struct kvd_tenant *have = kvd->core.tenants[i];
+		const struct kvd_config_tenant *ct;
+		struct kvd_limits l = {.weight = 1};
+		int r;
+
+		if (!have)
+			continue;
+		ct = config_find(config, have->name);
+		if (ct)
+			l = limits_of(kvd, ct);
+		l.min_bytes = 0;
+		r = kvd_tenant_set_limits(&kvd->core, have, &l, &deferred);
+		kv_assert(!r);
+		if (!ct && (have->nr_sessions || have->account.used_bytes))
+			(*ret_deferred)++;
+	}
+}
+
+static int tenant_apply(struct kvd *kvd, const struct kvd_config *config, u32 t,
+			u32 *ret_deferred)
+{
+	const struct kvd_config_tenant *ct = &config->tenants[t];
+	struct kvd_limits l = limits_of(kvd, ct);
+	struct kvd_tenant *tenant = kvd_tenant_find(&kvd->core, ct->name);
+	struct kvd_domain *domain;
+	bool deferred = false;
+	int r;
+
+	if (tenant) {
+		r = kvd_tenant_set_limits(&kvd->core, tenant, &l, &deferred);
+		*ret_deferred += deferred;
+		return r;
+	}
+	r = domain_get(kvd, config->domains[ct->domain].name, &domain);
+	if (r)
+		return r;
+	return kvd_tenant_create(&kvd->core, domain, ct->name, &l, &tenant);
+}
+
+int kvd_policy_apply(struct kvd *kvd, const struct kvd_config *config, char *error,
+		     u32 *ret_deferred)
+{
+	u32 t;
+	int r;
+
+	*ret_deferred = 0;
+	r = policy_check(kvd, config, error);
+	if (r)
+		return r;
+	mins_drop(kvd, config, ret_deferred);
+	for (t = 0; t < config->nr_tenants; t++) {
+		r = tenant_apply(kvd, config, t, ret_deferred);
+		if (r) {
+			snprintf(error, KVD_CONFIG_ERROR_BYTES, "tenants[%u]: \"%s\": %s",
+				 t, config->tenants[t].name, strerror(-r));
+			return r;
+		}
+	}
+	kvd->config = *config;
+	kvd->config_revision++;
+	kvd_policy_sweep(kvd);
+	return 0;
+}
+
+void kvd_policy_sweep(struct kvd *kvd)
+{
+	struct kvd_domain *domain;
+	struct kvd_tenant *tenant;
+	u32 i, d;
+
+	for (i = 0; i < KVD_TENANTS_MAX; i++) {
+		tenant = kvd->core.tenants[i];
+		if (tenant && !config_find(&kvd->config, tenant->name) &&
+		    !kvd_tenant_destroy(&kvd->core, tenant))
+			kvd_info("ipc/policy", "a tenant that left the policy is gone");
+	}
+	for (i = 0; i < KVD_DOMAINS_MAX; i++) {
+		domain = kvd->core.domains[i];
+		for (d = 0; domain && d < kvd->config.nr_domains; d++)
+			if (!strcmp(kvd->config.domains[d].name, domain->name))
+				domain = NULL;
+		if (domain)
+			kvd_domain_destroy(&kvd->core, domain);
+	}
+}

@@ -1,0 +1,282 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * main.c - the command line of kvmd.
+ *
+ * Everything is checked before anything is opened; the rest is kvd_init(), kvd_run(),
+ * kvd_fini().
+ */
+#include <errno.h>
+#include <getopt.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "kvmd/daemon.h"
+#include "kvmd/dbg/log.h"
+
+#define EXIT_USAGE 2
+
+static const char usage_text[] =
+	"Usage: kvmd [OPTION]...\n"
+	"GPU KV-cache memory daemon: owns every KV page of this host.\n"
+	"\n"
+	"      --config FILE        tenants, domains, quotas (JSON); without it one tenant\n"
+	"                           \"default\" for the caller's uid\n"
+	"      --socket PATH        engine socket [" KVMD_SOCKET_DEFAULT "]\n"
+	"      --admin-socket PATH  kvmctl's socket [" KVMD_ADMIN_SOCKET_DEFAULT "]\n"
+	"      --state-dir DIR      counters that survive a restart [/var/lib/kvmd]\n"
+	"      --private DIR        all of it in DIR, for the caller's uid only\n"
+	"      --backend auto|host  where page memory comes from [auto]\n"
+	"      --host-bytes SIZE    most memory of the host backend, like 4GiB\n"
+	"      --check MODE         batch, off or strict; overrides the file\n"
+	"      --spin               spin 20 us after work also with fewer than 4 CPUs\n"
+	"      --test-layouts       allow float32 pages (tests)\n"
+	"      --no-uring           use epoll although io_uring works\n"
+	"      --faults SPEC        arm fault points (tests): point:key=value,...;point...\n"
+	"      --ready-fd N         write \"ready\\n\" to N when serving\n"
+	"      --die-with-parent    end when the parent process ends\n"
+	"      --foreground         stay in the foreground (always so)\n"
+	"  -v, --verbose            debug lines as well\n"
+	"      --version            print the version\n"
+	"  -h, --help               print this\n";
+
+enum opt_id {
+	OPT_CONFIG = 256,
+	OPT_SOCKET,
+	OPT_ADMIN,
+	OPT_STATE,
+	OPT_PRIVATE,
+	OPT_BACKEND,
+	OPT_HOST_BYTES,
+	OPT_CHECK,
+	OPT_SPIN,
+	OPT_TEST_LAYOUTS,
+	OPT_NO_URING,
+	OPT_FAULTS,
+	OPT_READY_FD,
+	OPT_DIE,
+	OPT_FOREGROUND,
+	OPT_VERSION,
+};
+
+static const struct option long_options[] = {
+	{"config", required_argument, NULL, OPT_CONFIG},
+	{"socket", required_argument, NULL, OPT_SOCKET},
+	{"admin-socket", required_argument, NULL, OPT_ADMIN},
+	{"state-dir", required_argument, NULL, OPT_STATE},
+	{"private", required_argument, NULL, OPT_PRIVATE},
+	{"backend", required_argument, NULL, OPT_BACKEND},
+	{"host-bytes", required_argument, NULL, OPT_HOST_BYTES},
+	{"check", required_argument, NULL, OPT_CHECK},
+	{"spin", no_argument, NULL, OPT_SPIN},
+	{"test-layouts", no_argument, NULL, OPT_TEST_LAYOUTS},
+	{"no-uring", no_argument, NULL, OPT_NO_URING},
+	{"faults", required_argument, NULL, OPT_FAULTS},
+	{"ready-fd", required_argument, NULL, OPT_READY_FD},
+	{"die-with-parent", no_argument, NULL, OPT_DIE},
+	{"foreground", no_argument, NULL, OPT_FOREGROUND},
+	{"verbose", no_argument, NULL, 'v'},
+	{"version", no_argument, NULL, OPT_VERSION},
+	{"help", no_argument, NULL, 'h'},
+	{NULL, 0, NULL, 0},
+};
+
+struct cmdline {
+	struct kvd_options opt;
+	const char *private_dir;
+	const char *explicit_path; /* an option that --private excludes */
+	bool die_with_parent;
+	bool verbose;
+};
+
+static int bad(const char *option, const char *value, const char *why)
+{
+	fprintf(stderr, "kvmd: %s %s: %s\n", option, value, why);
+	return -EINVAL;
+}
+
+static int set_path(char *dst, size_t room, const char *option, const char *value)
+{
+	if (!*value)
+		return bad(option, "\"\"", "must not be empty");
+	if (strlen(value) >= room)
+		return bad(option, value, "too long");
+	strcpy(dst, value);
+	return 0;
+}
+
+static int set_check(struct kvd_options *opt, const char *value)
+{
+	static const char *const names[] = {"batch", "off", "strict"};
+	int i;
+
+	for (i = 0; i < 3; i++) {
+		if (!strcmp(value, names[i])) {
+			opt->check = i;
+			return 0;
+		}
+	}
+	return bad("--check", value, "must be batch, off or strict");
+}
+
+static int set_fd(struct kvd_options *opt, const char *value)
+{
+	char *end;
+	long v = strtol(value, &end, 10);
+
+	if (end == value || *end || v < 0 || v > 1 << 20)
+		return bad("--ready-fd", value, "not a file descriptor");
+	opt->ready_fd = (int)v;
+	return 0;
+}
+
+static int set_value(struct cmdline *cmd, int id, const char *value)
+{
+	struct kvd_options *opt = &cmd->opt;
+
+	switch (id) {
+	case OPT_CONFIG:
+		opt->config_path = value;
+		return 0;
+	case OPT_SOCKET:
+		cmd->explicit_path = "--socket";
+		return set_path(opt->socket_path, sizeof(opt->socket_path), "--socket",
+				value);
+	case OPT_ADMIN:
+		cmd->explicit_path = "--admin-socket";
+		return set_path(opt->admin_path, sizeof(opt->admin_path),
+				"--admin-socket", value);
+	case OPT_STATE:
+		cmd->explicit_path = "--state-dir";
+		return set_path(opt->state_dir, sizeof(opt->state_dir), "--state-dir",
+				value);
+	case OPT_PRIVATE:
+		cmd->private_dir = value;
+		return 0;
+	case OPT_BACKEND:
+		if (strcmp(value, "auto") && strcmp(value, "host"))
+			return bad("--backend", value, "this build knows auto and host");
+		return 0;
+	case OPT_HOST_BYTES:
+		if (kvd_size_parse(value, &opt->host_bytes) || !opt->host_bytes)
+			return bad("--host-bytes", value, "not a size like 4GiB");
+		return 0;
+	case OPT_CHECK:
+		return set_check(opt, value);
+	case OPT_FAULTS:
+		opt->faults = value;
+		return 0;
+	case OPT_READY_FD:
+		return set_fd(opt, value);
+	}
+	return -EINVAL;
+}
+
+/* Return: 0 go on; 1 done (help, version); -EINVAL */
+static int parse_args(struct cmdline *cmd, int argc, char **argv)
+{
+	int id, r = 0;
+
+	while (!r && (id = getopt_long(argc, argv, "vh", long_options, NULL)) != -1) {
+		switch (id) {
+		case OPT_SPIN:
+			cmd->opt.spin = true;
+			break;
+		case OPT_TEST_LAYOUTS:
+			cmd->opt.test_layouts = true;
+			break;
+		case OPT_NO_URING:
+			cmd->opt.force_epoll = true;
+			break;
+		case OPT_DIE:
+			cmd->die_with_parent = true;
+			break;
+		case OPT_FOREGROUND:
+			break;
+		case 'v':
+			cmd->verbose = true;
+			break;
+		case OPT_VERSION:
+			printf("kvmd %s (ABI %u)\n", KVD_VERSION, KV_ABI_VERSION);
+			return 1;
+		case 'h':
+			fputs(usage_text, stdout);
+			return 1;
+		case '?':
+			return -EINVAL;
+		default:
+			r = set_value(cmd, id, optarg);
+		}
+	}
+	if (!r && optind < argc)
+		return bad("argument", argv[optind], "kvmd takes none");
+	return r;
+}
+
+static int private_paths(struct cmdline *cmd)
+{
+	struct kvd_options *opt = &cmd->opt;
+	const char *dir = cmd->private_dir;
+
+	if (cmd->explicit_path)
+		return bad("--private", dir,
+			   "sets sockets and state itself: drop the other "
+			   "option");
+	if (strlen(dir) + sizeof("/admin.sock") > sizeof(opt->socket_path))
+		return bad("--private", dir, "too long for a socket path");
+	if (mkdir(dir, 0700) && errno != EEXIST)
+		return bad("--private", dir, strerror(errno));
+	snprintf(opt->socket_path, sizeof(opt->socket_path), "%.90s/kvmd.sock", dir);
+	snprintf(opt->admin_path, sizeof(opt->admin_path), "%.90s/admin.sock", dir);
+	snprintf(opt->state_dir, sizeof(opt->state_dir), "%s", dir);
+	opt->socket_mode = 0600;
+	return 0;
+}
+
+/* The parent may have died before prctl(): then nobody would send the signal. */
+static int die_with_parent(pid_t parent)
+{
+	if (prctl(PR_SET_PDEATHSIG, SIGTERM))
+		return -errno;
+	return getppid() == parent ? 0 : -ECHILD;
+}
+
+int main(int argc, char **argv)
+{
+	static struct kvd kvd;
+	struct cmdline cmd = {
+		.opt = {.check = -1, .ready_fd = -1, .socket_mode = 0666},
+	};
+	char error[KVD_CONFIG_ERROR_BYTES];
+	pid_t parent = getppid();
+	int r;
+
+	strcpy(cmd.opt.socket_path, KVMD_SOCKET_DEFAULT);
+	strcpy(cmd.opt.admin_path, KVMD_ADMIN_SOCKET_DEFAULT);
+	strcpy(cmd.opt.state_dir, "/var/lib/kvmd");
+	r = parse_args(&cmd, argc, argv);
+	if (r > 0)
+		return 0;
+	if (!r && cmd.private_dir)
+		r = private_paths(&cmd);
+	if (r)
+		return EXIT_USAGE;
+	kvd_log_setup(STDERR_FILENO, cmd.verbose ? KVD_LOG_DBG : KVD_LOG_INFO);
+	if (cmd.die_with_parent && die_with_parent(parent)) {
+		fprintf(stderr, "kvmd: the parent is gone\n");
+		return 1;
+	}
+	r = kvd_init(&kvd, &cmd.opt, error);
+	if (r) {
+		fprintf(stderr, "kvmd: %s\n", error);
+		return 1;
+	}
+	r = kvd_run(&kvd);
+	kvd_fini(&kvd);
+	if (r)
+		fprintf(stderr, "kvmd: event loop: %s\n", strerror(-r));
+	return r ? 1 : 0;
+}
