@@ -105,7 +105,8 @@ static int parse_shape(const cJSON *shape, u32 elem_bytes, struct eng_tensor *t,
 		if (t->nr_dims == ENG_ST_DIMS_MAX ||
 		    !eng_json_int(d, &t->shape[t->nr_dims]))
 			return -EINVAL;
-		if (__builtin_mul_overflow(bytes, t->shape[t->nr_dims], &bytes))
+		if (__builtin_mul_overflow(bytes, t->shape[t->nr_dims], &bytes) &&
+		    !KV_MUTANT(st_overflow))
 			return -EOVERFLOW;
 		t->nr_dims++;
 	}

@@ -360,7 +360,7 @@ static int load_merges(struct eng_tokenizer *tok, const struct eng_json *j,
 /* -------------------------------------------------------------------- splits */
 
 static int add_split(struct eng_tokenizer *tok, const struct eng_json *j,
-		     const char *pattern, u32 extra)
+		     const char *pattern, u32 options)
 {
 	PCRE2_SIZE at = 0;
 	pcre2_code *code;
@@ -372,7 +372,7 @@ static int add_split(struct eng_tokenizer *tok, const struct eng_json *j,
 				  "%s: pre_tokenizer: more than %u splits", j->file,
 				  TOK_SPLITS_MAX);
 	code = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED,
-			     PCRE2_UTF | PCRE2_UCP | extra, &e, &at, NULL);
+			     PCRE2_UTF | options, &e, &at, NULL);
 	if (!code) {
 		pcre2_get_error_message(e, why, sizeof(why));
 		return eng_refuse(j->err, -EINVAL,
@@ -398,7 +398,7 @@ static int load_split(struct eng_tokenizer *tok, const struct eng_json *j)
 	if (r)
 		return r;
 	if (cJSON_IsString(regex))
-		return add_split(tok, j, regex->valuestring, 0);
+		return add_split(tok, j, regex->valuestring, PCRE2_UCP);
 	if (cJSON_IsString(literal) && literal->valuestring[0])
 		return add_split(tok, j, literal->valuestring, PCRE2_LITERAL);
 	return eng_json_refuse(j, "pattern", -EINVAL, "a Regex or String");
@@ -414,7 +414,7 @@ static int load_byte_level(struct eng_tokenizer *tok, const struct eng_json *j)
 	if (!r && prefix)
 		r = eng_json_refuse(j, "add_prefix_space", -ENOTSUP, "false");
 	if (!r && regex)
-		r = add_split(tok, j, gpt2_pattern, 0);
+		r = add_split(tok, j, gpt2_pattern, PCRE2_UCP);
 	return r;
 }
 
@@ -434,7 +434,10 @@ static int load_pre_tokenizer(struct eng_tokenizer *tok, const struct eng_json *
 		const char *type = "";
 		int r;
 
-		r = cJSON_IsObject(v) ? eng_json_str(&j, "type", &type) : 0;
+		if (!cJSON_IsObject(v))
+			return eng_json_refuse(top, "pre_tokenizer", -ENOTSUP,
+					       "\"Split\" steps, then \"ByteLevel\"");
+		r = eng_json_str(&j, "type", &type);
 		if (r)
 			return r;
 		if (byte_level || (strcmp(type, "Split") && strcmp(type, "ByteLevel")))
