@@ -74,8 +74,7 @@ KV_INLINE float kvk_absf(float x)
 	return kvk_bits_f32(kvk_f32_bits(x) & 0x7fffffffu);
 }
 
-/* ------------------------------------------------------------------------------ bf16,
- * fp16 */
+/* ---------------------------------------------------------------------- bf16, fp16 */
 
 KV_INLINE float kvk_bf16_to_f32(uint16_t h)
 {
@@ -121,8 +120,7 @@ KV_INLINE uint16_t kvk_f32_to_f16(float x)
 	return (uint16_t)(sign | r);
 }
 
-/* ------------------------------------------------------------------------------------
- * e4m3 */
+/* ---------------------------------------------------------------------------- e4m3 */
 
 /**
  * kvk_e4m3_encode() - nearest e4m3 code
@@ -171,8 +169,7 @@ extern "C" const float kvk_e4m3_table[256];
 extern const float kvk_e4m3_table[256];
 #endif
 
-/* ----------------------------------------------------------------------------------
- * scales */
+/* -------------------------------------------------------------------------- scales */
 
 /**
  * kvk_fp8_token_scale() - fp16 scale of a token's values in a page (KV_SCALE_TOKEN)

@@ -39,7 +39,7 @@ int kvk_page_move_ref(const struct kvk_move_args *a, kvk_stream stream);
 size_t kvk_attn_workspace_ref(const struct kvk_attn_args *a);
 size_t kvk_moe_workspace_ref(const struct kvk_moe_args *a);
 
-/* ------------------------------------------------------------------- batch_ref.c */
+/* --------------------------------------------------------------------- batch_ref.c */
 
 /**
  * kvk_batch_check() - are the host-side facts of a batch usable?
@@ -105,7 +105,7 @@ static inline u16 kvk_load16(const u8 *p)
 	return v;
 }
 
-/* ------------------------------------------------------------------- act_ref.c */
+/* ----------------------------------------------------------------------- act_ref.c */
 
 /**
  * kvk_act_load() - activations to f32
@@ -135,7 +135,7 @@ static inline bool kvk_act_dtype_ok(u32 dtype)
  */
 void kvk_act_fp8(float *x, u32 n);
 
-/* ------------------------------------------------------------------- gemm_ref.c */
+/* ---------------------------------------------------------------------- gemm_ref.c */
 
 /**
  * kvk_weight_check() - is this matrix well formed?
@@ -167,7 +167,7 @@ static inline u32 kvk_padded(u32 cols)
 void kvk_gemm16(const struct kvk_weight *w, u32 row, const float *const *x, u32 nr_tokens,
 		float *out);
 
-/* ---------------------------------------------- planes: batch_ref.c; digest: crc32c.c */
+/* ------------------------------------------- planes: batch_ref.c; digest: crc32c.c */
 
 /**
  * struct kvk_plane - one run of equal values of a token in a page: latent, rope, a head's

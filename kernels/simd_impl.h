@@ -110,8 +110,7 @@ FN vf KVK_T(vexp)(vf x)
 	return p * (vf)((half + 127) << 23) * (vf)((ni - half + 127) << 23);
 }
 
-/* -------------------------------------------------------------------------- conversions
- */
+/* --------------------------------------------------------------------- conversions */
 
 /* Plain loops where gcc 12 takes them apart better than a vector conversion. */
 KVK_TARGET static void KVK_T(cvt_bf16)(const u16 *restrict src, float *restrict dst,
@@ -149,8 +148,7 @@ KVK_TARGET static void KVK_T(cvt_int4)(const u32 *src, float scale, float *dst, 
 	}
 }
 
-/* ---------------------------------------------------------------------------- attention
- */
+/* ----------------------------------------------------------------------- attention */
 
 /* A register block of KVK_BLOCK x KVK_BLOCK dot products into a[(r0 + i) * 4 + j0 + j].
  */
@@ -195,8 +193,8 @@ KVK_TARGET static void KVK_T(scores)(const float *q, u32 q_stride, const float *
 		for (u32 i = 0; i < 4; i += KVK_BLOCK)
 			for (u32 m = 0; m < 4; m += KVK_BLOCK)
 				KVK_T(dots)
-				(q + (size_t)i * q_stride, q_stride,
-				 kj + (size_t)m * k_stride, k_stride, dim, a + i * 4 + m);
+		(q + (size_t)i * q_stride, q_stride, kj + (size_t)m * k_stride, k_stride,
+		 dim, a + i * 4 + m);
 		KVK_T(st)(t, KVK_T(reduce16)(a));
 		for (u32 i = 0; i < 4; i++)
 			__builtin_memcpy(s + (size_t)i * KVK_PAGE_SLOTS + j, t + i * 4,
@@ -273,8 +271,8 @@ FN void KVK_T(mix_block)(const struct kvk_mix *m, u32 r0, u32 d)
 		KVK_UNROLL
 		for (u32 b = 0; b < KVK_BLOCK; b++)
 			KVK_T(st)
-			(o + b * KVK_LANES,
-			 KVK_T(ld)(o + b * KVK_LANES) * m->alpha[r0 + i] + acc[i][b]);
+		(o + b * KVK_LANES,
+		 KVK_T(ld)(o + b * KVK_LANES) * m->alpha[r0 + i] + acc[i][b]);
 	}
 }
 
@@ -285,8 +283,7 @@ KVK_TARGET static void KVK_T(mix)(const struct kvk_mix *m)
 			KVK_T(mix_block)(m, r, d);
 }
 
-/* --------------------------------------------------------------------------------- gemm
- */
+/* ---------------------------------------------------------------------------- gemm */
 
 /* @mt tokens by @nr rows (mt * nr = 16) over a panel. */
 FN void KVK_T(gemm_block)(const struct kvk_gemm_panel *g, u32 t0, u32 r0, const u32 mt,
@@ -321,7 +318,7 @@ FN void KVK_T(gemm_block)(const struct kvk_gemm_panel *g, u32 t0, u32 r0, const 
 		KVK_UNROLL
 		for (u32 i = 0; i < 16; i++)
 			KVK_T(st)
-			(acc + (i / nr * KVK_TILE_ROWS + i % nr) * KVK_LANES, a[i]);
+		(acc + (i / nr * KVK_TILE_ROWS + i % nr) * KVK_LANES, a[i]);
 		return;
 	}
 	KVK_T(st)(t, KVK_T(reduce16)(a));
@@ -344,8 +341,7 @@ KVK_TARGET static void KVK_T(gemm)(const struct kvk_gemm_panel *g)
 		KVK_T(gemm_block)(g, t, 0, 1, 16);
 }
 
-/* ---------------------------------------------------------------------------- the rest
- */
+/* ------------------------------------------------------------------------ the rest */
 
 KVK_TARGET static void KVK_T(silu_mul)(const float *g, const float *u, float *y, u32 n)
 {

@@ -10,8 +10,7 @@
 
 static struct kvt_rng rng;
 
-/* ------------------------------------------------------------------------------- router
- */
+/* -------------------------------------------------------------------------- router */
 
 struct route {
 	float logits[64];
@@ -133,7 +132,7 @@ KVT_TEST(route_ties_and_nan_give_valid_ids)
 	KVT_EXPECT_EQ(kvk_host_ops()->moe_route(&r.a, NULL), -EINVAL);
 }
 
-/* ------------------------------------------------------------------ norm, rope, silu */
+/* ---------------------------------------------------------------- norm, rope, silu */
 
 KVT_TEST(norm_against_float64)
 {
@@ -255,8 +254,7 @@ KVT_TEST(silu_against_float64)
 	}
 }
 
-/* ------------------------------------------------------------------------------ sampler
- */
+/* ------------------------------------------------------------------------- sampler */
 
 static int sample(const float *logits, u32 rows, u32 vocab, float t, float p, u64 seed,
 		  u32 *ids, float *lp)
@@ -393,7 +391,7 @@ KVT_TEST(sample_is_a_function_of_logits_and_seed)
 	}
 }
 
-/* ------------------------------------------------------------------- instruction sets */
+/* ---------------------------------------------------------------- instruction sets */
 
 /* exp of the softmax loop, within 2 ulp; and what it must do at the ends. */
 static void check_exp(const struct kvk_simd *s)

@@ -380,8 +380,7 @@ KVT_TEST(linear_refuses_what_it_cannot_do)
 	KVT_EXPECT_EQ(kvk_host_ops()->linear(&a, NULL), -EINVAL);
 }
 
-/* ------------------------------------------------------------------------------ experts
- */
+/* ------------------------------------------------------------------------- experts */
 
 struct moe {
 	struct matrix w13;
