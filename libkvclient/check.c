@@ -29,8 +29,7 @@ struct kvc_walk {
 	u32 bits; /* of the verdict */
 };
 
-/* ----------------------------------------------------------------------------- two
- * writers */
+/* --------------------------------------------------------------------- two writers */
 
 static u32 *stamps_of(struct kvc_step *step, struct kvc_pool *pool)
 {
@@ -80,8 +79,7 @@ int kvc_step_rows(struct kvc_step *step, struct kvc_pool *pool, const struct kv_
 	return r;
 }
 
-/* ------------------------------------------------------------------------------ host
- * check */
+/* ---------------------------------------------------------------------- host check */
 
 static int mirror_alloc(struct kvc_pool *pool)
 {

@@ -105,8 +105,7 @@ void kvc_deferred_run(struct kvc *c)
 	pthread_mutex_unlock(&c->lock);
 }
 
-/* -------------------------------------------------------------------- announce and
- * retire */
+/* ------------------------------------------------------------- announce and retire */
 
 static int slot_claim(struct kvc *c)
 {
@@ -169,6 +168,9 @@ static int announce(struct kvc_step *step, struct kvc_link *link)
 	if (KV_MUTANT(late_announce)) {
 		table_epoch = kv_load_acquire64(&page->table_epoch.word);
 		kv_slot_announce(page, step->slot, epoch);
+	} else if (KV_MUTANT(announce_no_barrier)) {
+		kv_store_relaxed64(&page->slots[step->slot].word, epoch);
+		table_epoch = kv_load_relaxed64(&page->table_epoch.word);
 	} else {
 		kv_slot_announce(page, step->slot, epoch);
 		table_epoch = kv_load_acquire64(&page->table_epoch.word);
