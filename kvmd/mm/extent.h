@@ -27,6 +27,7 @@ enum kvd_extent_state {
  * @serial: never repeats in a pool; 0 = none
  * @handle: backend's
  * @nr_free: FREE pages in it
+ * @nr_cached: CACHED pages in it
  * @nr_given: sessions that were given the fd and neither acknowledged nor were reaped
  * @idle_since_ns: all pages FREE since; 0 = not
  * @domain_id: one domain for its whole life (I8)
@@ -36,6 +37,7 @@ struct kvd_extent {
 	u64 serial;
 	struct kvd_extent_handle handle;
 	u32 nr_free;
+	u32 nr_cached;
 	u32 nr_given;
 	u64 idle_since_ns;
 	u32 domain_id;

@@ -35,9 +35,13 @@ struct kvd_magazine {
 	struct kvd_mag_shadow slots[KV_MAGAZINE_SLOTS];
 };
 
-/** kvd_mag_put() - store a page into slot @slot, whose shadow and shared word are 0 */
+/**
+ * kvd_mag_put() - store a page into an empty slot
+ * @slot: its shadow is 0 and its shared word was read as 0
+ * @tag: the page's tag word, stored before the word that hands the page out
+ */
 void kvd_mag_put(struct kvd_magazine *m, struct kv_magazine *shared, u32 slot, u32 pfn,
-		 bool dirty);
+		 u64 tag, bool dirty);
 
 /** kvd_mag_popped() - is the page of this shadow in the session's hands? */
 bool kvd_mag_popped(const struct kvd_magazine *m, struct kv_magazine *shared, u32 slot);
@@ -49,5 +53,8 @@ bool kvd_mag_popped(const struct kvd_magazine *m, struct kv_magazine *shared, u3
  * it.
  */
 bool kvd_mag_recall(struct kvd_magazine *m, struct kv_magazine *shared, u32 slot);
+
+/** kvd_mag_clear() - forget a slot: its page was popped */
+void kvd_mag_clear(struct kvd_magazine *m, u32 slot);
 
 #endif /* KVD_MAGAZINE_H */

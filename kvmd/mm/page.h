@@ -110,7 +110,7 @@ struct kvd_page_past {
  * @owner: client id that was last allowed to write; kept after free (DIRTY)
  * @key: prefix key while KVD_FRAME_INDEXED
  * @pfn: own number
- * @refs: references held by sessions
+ * @refs: references held by sessions, and one by SEAL's grace period
  * @crc32c: digest of the bytes, from the sealing engine
  * @parent: pfn of the page before it in its prefix, or KVD_PFN_NONE
  * @tenant: who pays; index into the core's tenants
@@ -143,7 +143,8 @@ KV_ABI_FIELD(kvd_frame, check, 60, 4);
 #define KVD_FRAME_FOREIGN  0x01u /* may hold bytes of a session other than owner */
 #define KVD_FRAME_INDEXED  0x02u /* in the pool's prefix index */
 #define KVD_FRAME_FINDABLE 0x04u /* lookups may return it: SEAL's grace is over */
-#define KVD_FRAME_SEALING  0x08u /* waits for SEAL's grace */
+#define KVD_FRAME_SEALING  0x08u /* waits for SEAL's grace, which holds one reference */
+#define KVD_FRAME_ROOT	   0x10u /* starts its sequence: has no parent by right */
 
 /**
  * struct kvd_frames_hdr - head of a record region (4 KiB); records follow at @record_off
@@ -164,14 +165,16 @@ struct kvd_frames_hdr {
 #define KVD_FRAMES_VERSION 1u
 #define KVD_FRAMES_OFF	   4096u
 
+struct kvd_batch;
+
 /**
  * struct kvd_link - volatile part of a frame: every frame is on at most one list
- * @next, @prev: free list, LRU, quarantine or seal batch. MAGAZINE: @next = magazine << 8
- * | slot
+ * @next: free list, LRU or batch. MAGAZINE: magazine << 8 | slot
+ * @prev: same list
  * @hash_next: next entry of the prefix index's chain
  * @nr_children: indexed pages whose parent this is
  * @stamp: LRU clock of the last use
- * @spare: zero
+ * @batch: QUARANTINE, or KVD_FRAME_SEALING: the batch it waits in
  */
 struct kvd_link {
 	u32 next;
@@ -179,25 +182,32 @@ struct kvd_link {
 	u32 hash_next;
 	u32 nr_children;
 	u64 stamp;
-	u64 spare;
+	struct kvd_batch *batch;
 };
-KV_ABI_SIZE(kvd_link, 32);
 
 /**
  * struct kvd_account - what one tenant has, by state; embedded in struct kvd_tenant
  * @used_bytes: charged: every state but ABSENT and FREE; own/charge.c alone changes it
+ * @quarantine_bytes: part of it that comes back by itself
  * @min_bytes: guaranteed, never reclaimed for others
  * @high_bytes: reclaim takes from tenants above this first
  * @max_bytes: hard
  * @weight: 1..1000; who gives first among those above min
+ * @slot: the tenant's place in its domain: picks the LRU list
+ * @domain_id: its domain
+ * @reclaim_debt: bytes of its own CACHED pages that background reclaim was asked to free
  * @nr: pages by state, all pools
  */
 struct kvd_account {
 	u64 used_bytes;
+	u64 quarantine_bytes;
 	u64 min_bytes;
 	u64 high_bytes;
 	u64 max_bytes;
 	u32 weight;
+	u32 slot;
+	u32 domain_id;
+	u64 reclaim_debt;
 	u32 nr[KVD_FRAME_STATES];
 };
 

@@ -62,7 +62,9 @@ struct kvd_mm_ops {
  * @accounts: by tenant index; NULL = unused; borrowed from own/
  * @lru_clock: counts uses
  * @stall_ns: a slot older than this is a stall
- * @reclaim_debt: pages that background reclaim was asked for, by tenant index
+ * @draining_bytes: part of @extent_bytes_used that comes back when sessions have unmapped
+ * it
+ * @own_debts: some account has a reclaim_debt
  */
 struct kvd_mm {
 	const struct kvd_env *env;
@@ -78,6 +80,8 @@ struct kvd_mm {
 	struct kvd_account *accounts[KVD_TENANTS_MAX];
 	u64 lru_clock;
 	u64 stall_ns;
+	u64 draining_bytes;
+	bool own_debts;
 };
 
 /**
@@ -87,6 +91,9 @@ struct kvd_mm {
  * @domain_id: domain
  * @group: the domain's readers; borrowed
  * @owner: own/'s struct kvd_domain; borrowed
+ * @quarantine: killed pages that wait
+ * @seals: sealed pages whose session closed the pool or ended: they wait for the group
+ * @nr_sessions: sessions that have it open
  * @layout, @scales, @fingerprint: what the bytes mean; @scales owned
  * @geo: where a page lies
  * @frames_region, @table_region, @tokens_region, @scratch_region: owned
@@ -104,11 +111,14 @@ struct kvd_mm {
  * @nr: pages by state; ABSENT counted too, so they sum to geo.nr_pages
  * @reclaim_debt: pages that background reclaim was asked to free
  * @low_pages, @high_pages: watermarks of free pages
+ * @wants_extent: it could grow if another pool gave an extent back
  * @starved: an allocation has failed since pages were last freed
+ * @pressure: level that sessions were told last
  * @hash_heads: prefix index, [hash_mask + 1] pfns
  * @hash_mask: power of two - 1
- * @key_bits: bits of a key that are compared; 128, less only in tests (case O42)
- * @lookups, @hits, @allocs, @frees, @evictions, @seals: counters
+ * @key_bits: bits of a key that count; 128, less only in tests (case O42)
+ * @root_key, @personal: of the keys; filled by own/
+ * @nr_lookups .. @nr_seals: counters; hits and evictions in pages
  * @sweep_pfn: where the audit slice goes on
  */
 struct kvd_pool {
@@ -117,6 +127,8 @@ struct kvd_pool {
 	u32 domain_id;
 	struct kvd_reader_group *group;
 	void *owner;
+	struct kvd_batch_set quarantine, seals;
+	u32 nr_sessions;
 	struct kv_layout layout;
 	float *scales;
 	u64 fingerprint;
@@ -136,11 +148,15 @@ struct kvd_pool {
 	u32 nr[KVD_FRAME_STATES];
 	u32 reclaim_debt;
 	u32 low_pages, high_pages;
+	bool wants_extent;
 	bool starved;
+	u32 pressure;
 	u32 *hash_heads;
 	u32 hash_mask;
 	u32 key_bits;
-	u64 lookups, hits, allocs, frees, evictions, seals;
+	u8 root_key[KV_KEY_BYTES];
+	u8 personal[KV_KEY_BYTES];
+	u64 nr_lookups, nr_hits, nr_allocs, nr_frees, nr_evictions, nr_seals;
 	u32 sweep_pfn;
 };
 

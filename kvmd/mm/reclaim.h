@@ -30,6 +30,15 @@ u32 kvd_reclaim_pool(struct kvd_pool *pool, u16 tenant, u32 nr, bool own_only);
 void kvd_reclaim_wake(struct kvd_pool *pool, u32 nr);
 
 /**
+ * kvd_reclaim_extents() - let background reclaim empty an extent of another pool for
+ * @pool
+ *
+ * Return: true: there is an extent of FREE and CACHED pages only, whose payers stay above
+ * min.
+ */
+bool kvd_reclaim_extents(struct kvd_pool *pool);
+
+/**
  * kvd_reclaim_run() - one slice of background reclaim over all pools
  *
  * Return: true when there is more to do now.

@@ -13,7 +13,8 @@
 #ifndef KVD_TAG_H
 #define KVD_TAG_H
 
-#include "kv/session.h"
+#include <errno.h>
+#include "kv/abi.h"
 #include "kv/tag.h"
 #include "kvmd/mm/env.h"
 

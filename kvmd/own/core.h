@@ -93,7 +93,9 @@ struct kvd_core_config {
  * @sessions: struct kvd_session.node, LIVE and ENDED
  * @nr_sessions: length of @sessions
  * @incidents: ring
- * @ran_ns: time of the last kvd_core_run()
+ * @min_bytes_total: sum of all tenants' min; 0 spares the look at promises
+ * @sweep_pool: where kvd_audit_slice() goes on
+ * @second_ns: when the once-a-second work was done last
  */
 struct kvd_core {
 	struct kvd_mm mm;
@@ -103,8 +105,15 @@ struct kvd_core {
 	struct list_node sessions;
 	u32 nr_sessions;
 	struct kvd_incidents incidents;
-	u64 shrink_checked_ns;
+	u64 min_bytes_total;
+	u64 second_ns;
+	u32 sweep_pool;
 };
+
+static inline struct kvd_core *kvd_core_of(const struct kvd_mm *mm)
+{
+	return kv_container_of(mm, struct kvd_core, mm);
+}
 
 /** kvd_core_init() - Return: 0; -EINVAL the config; -ENOMEM; -errno of the save hook */
 int kvd_core_init(struct kvd_core *core, const struct kvd_core_config *cfg);

@@ -52,6 +52,10 @@ struct kvd_domain *kvd_domain_find(struct kvd_core *core, const char *name);
  */
 int kvd_domain_destroy(struct kvd_core *core, struct kvd_domain *domain);
 
+/** kvd_domain_pools_trim() - destroy pools with no page, no session and no extent given
+ * out */
+void kvd_domain_pools_trim(struct kvd_core *core);
+
 /**
  * struct kvd_evicted - what kvd_domain_evict() did or would do
  * @cached: CACHED pages, evicted
@@ -68,6 +72,11 @@ struct kvd_evicted {
  */
 void kvd_domain_evict(struct kvd_core *core, struct kvd_domain *domain, bool dry_run,
 		      struct kvd_evicted *ret);
+
+/** kvd_domain_unmet_min() - bytes of extents that must stay obtainable so that every
+ * tenant of
+ * @domain can reach its min */
+u64 kvd_domain_unmet_min(const struct kvd_core *core, const struct kvd_domain *domain);
 
 /** kvd_domain_may_grow() - kvd_mm_ops.may_grow: min of other domains stays obtainable */
 bool kvd_domain_may_grow(struct kvd_pool *pool);

@@ -49,7 +49,8 @@ struct kvd_incidents {
 	struct kvd_incident ring[KVD_INCIDENTS];
 };
 
-/** kvd_incident_report() - Return: 0; -EINVAL a pfn out of range or a reserved field */
+/** kvd_incident_report() - Return: 0; -EINVAL a reserved
+ * field is set. A pfn out of range has no history and state KVD_FRAME_STATES */
 int kvd_incident_report(struct kvd_session *s, struct kvd_attach *a,
 			const struct kv_incident *in);
 

@@ -81,8 +81,25 @@ bool kvd_lease_holds(struct kvd_session *s, struct kvd_attach *a, u32 pfn, u64 t
  */
 int kvd_lease_get(struct kvd_session *s, struct kvd_attach *a, u32 pfn, u32 event);
 
-/** kvd_lease_drop_all() - a session ends or closes a pool: all its references there go */
-void kvd_lease_drop_all(struct kvd_session *s, struct kvd_attach *a, u32 event);
+/** kvd_lease_hold() - note a reference of the session; the record's count is the caller's
+ */
+void kvd_lease_hold(struct kvd_attach *a, u32 pfn);
+
+/** kvd_lease_popped() - the session took the page of this slot out of its magazine */
+void kvd_lease_popped(struct kvd_session *s, struct kvd_magazine *m, u32 slot);
+
+/** kvd_lease_mags_recall() - take back what is stocked at a session, of @pool or of all
+ * (NULL); popped pages become ACTIVE. Return: pages recalled */
+u32 kvd_lease_mags_recall(struct kvd_session *s, const struct kvd_pool *pool);
+
+/**
+ * kvd_lease_drop_some() - a session ends or closes a pool: its references there go
+ * @budget: most pages in this call
+ *
+ * Return: pages dropped; less than @budget: nothing is left.
+ */
+u32 kvd_lease_drop_some(struct kvd_session *s, struct kvd_attach *a, u32 event,
+			u32 budget);
 
 /**
  * kvd_lease_revoke() - kill a page whoever holds it

@@ -100,12 +100,36 @@ int kvd_lookup_start(struct kvd_lookup_op *op);
  */
 int kvd_lookup_step(struct kvd_lookup_op *op);
 
+/** kvd_prefix_pool_key() - as kvd_prefix_key(), with the pool's constants and key_bits */
+void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
+			 const u32 *tokens, u8 *ret_key);
+
+/** kvd_prefix_find_key() - an entry with this key, or KVD_PFN_NONE */
+u32 kvd_prefix_find_key(const struct kvd_pool *pool, const u8 *key);
+
+/** kvd_prefix_insert() - enter a page; not findable yet; key and tokens are copied */
+void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 *tokens,
+		       u32 parent, bool root);
+
 /** kvd_prefix_remove() - take an indexed page out of the index (evict, revoke, reset) */
 void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn);
 
-/** kvd_prefix_find() - page with this key and these tokens, findable or not, or
- * KVD_PFN_NONE */
-u32 kvd_prefix_find(const struct kvd_pool *pool, const u8 *key, const u32 *tokens);
+/** kvd_prefix_forget() - a SEALED page that its readers keep is not found any more. A
+ * seal in progress ends without its grace period: there is nothing left to publish */
+void kvd_prefix_forget(struct kvd_pool *pool, u32 pfn);
+
+/** kvd_prefix_pool_init() - keys' constants of a new pool */
+void kvd_prefix_pool_init(struct kvd_pool *pool, const u8 *secret);
+
+/**
+ * kvd_prefix_find() - entry with this key and these tokens, findable or not
+ * @parent: pfn of the page before it, KVD_PFN_NONE = unknown or @root
+ * @root: the page starts its sequence
+ *
+ * Return: pfn, or KVD_PFN_NONE.
+ */
+u32 kvd_prefix_find(const struct kvd_pool *pool, const u8 *key, const u32 *tokens,
+		    u32 parent, bool root);
 
 /** kvd_prefix_seal_done() - kvd_mm_ops.seal_done */
 void kvd_prefix_seal_done(struct kvd_pool *pool, u32 pfn);

@@ -25,20 +25,24 @@ struct kvd_tenant;
 
 /**
  * struct kvd_attach - one session in one pool: what it holds there
- * @pool: borrowed
+ * @pool: borrowed; NULL = unused entry
+ * @seals: pages it sealed that wait for its own steps (P6)
  * @region: owned: refs, then the bitmaps
  * @refs: [nr_pages] references the session holds on each page
  * @held: bit per page with refs != 0
  * @given: bit per extent whose fd the session was given and has not acknowledged
  * @nr_held: pages with refs != 0
+ * @drop_word: word of @held where dropping goes on
  */
 struct kvd_attach {
 	struct kvd_pool *pool;
+	struct kvd_batch_set seals;
 	struct kvd_region region;
 	u16 *refs;
 	u64 *held;
 	u64 *given;
 	u32 nr_held;
+	u32 drop_word;
 };
 
 #define KVD_LEASE_REFS_MAX 65535u
@@ -55,8 +59,7 @@ enum kvd_session_state { KVD_SESSION_LIVE, KVD_SESSION_ENDED };
  * @state: see above
  * @page: session page; hostile; borrowed from the caller until session_reaped()
  * @reader: announce slots
- * @attach: open pools, [nr_attach]
- * @nr_attach: used entries of @attach
+ * @attach: open pools; entries do not move
  * @mags: kvmd's side of the magazines
  * @stale_reports: incidents reported
  */
@@ -72,7 +75,6 @@ struct kvd_session {
 	struct kv_session_page *page;
 	struct kvd_reader reader;
 	struct kvd_attach attach[KV_POOLS_MAX];
-	u32 nr_attach;
 	struct kvd_magazine mags[KV_MAGAZINES];
 	u64 stale_reports;
 };
@@ -171,7 +173,14 @@ void kvd_session_extent_live(struct kvd_pool *pool, u32 index);
 /** kvd_session_extent_draining() - kvd_mm_ops.extent_draining */
 void kvd_session_extent_draining(struct kvd_pool *pool, u32 index);
 
-/** kvd_session_reap_quiet() - reap ended sessions whose slots are all quiet */
-void kvd_session_reap_quiet(struct kvd_core *core);
+/** kvd_session_extent_gone() - kvd_mm_ops.extent_gone */
+void kvd_session_extent_gone(struct kvd_pool *pool, u32 index);
+
+/**
+ * kvd_session_turn() - drop more of what ended sessions held, reap those that are quiet
+ *
+ * Return: true when there is more to drop.
+ */
+bool kvd_session_turn(struct kvd_core *core);
 
 #endif /* KVD_SESSION_H */

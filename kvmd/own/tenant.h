@@ -32,7 +32,6 @@ struct kvd_limits {
  * @domain: borrowed
  * @name: unique in the core
  * @index: in core->tenants and in page records
- * @slot: in the domain; picks the LRU list
  * @account: usage and limits
  * @nr_sessions: connected
  * @revision: of the limits
@@ -43,7 +42,6 @@ struct kvd_tenant {
 	struct kvd_domain *domain;
 	char name[KV_NAME_BYTES];
 	u16 index;
-	u16 slot;
 	struct kvd_account account;
 	u32 nr_sessions;
 	u64 revision;

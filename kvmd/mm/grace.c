@@ -1,0 +1,338 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * mm/grace.c - grace periods (P6, P8). See grace.h for the rule.   (tour 11/12)
+ *
+ * Loop thread only; the slots are written by clients at the same time.
+ */
+#include "kvmd/mm/grace.h"
+#include <string.h>
+#include "base/mutant.h"
+#include "kvmd/mm/pool.h"
+
+#define ALL_SLOTS ((1u << KV_ANNOUNCE_SLOTS) - 1)
+
+static int grace_raise(struct kvd_mm *mm)
+{
+	struct kvd_grace *g = &mm->grace;
+	int r;
+
+	r = mm->env->save(mm->env->arg, KVD_SAVED_GRACE, g->epoch + KVD_GRACE_AHEAD);
+	if (r)
+		return r;
+	g->bound = g->epoch + KVD_GRACE_AHEAD;
+	return 0;
+}
+
+int kvd_grace_init(struct kvd_mm *mm, u64 saved_epoch)
+{
+	struct kvd_grace *g = &mm->grace;
+
+	g->epoch = saved_epoch ? saved_epoch : 1;
+	g->bound = g->epoch;
+	g->nr_pages[KVD_BATCH_QUARANTINE] = 0;
+	g->nr_pages[KVD_BATCH_SEAL] = 0;
+	g->scans = 0;
+	list_init(&g->open);
+	list_init(&g->waiting);
+	return grace_raise(mm);
+}
+
+void kvd_reader_group_init(struct kvd_reader_group *g, u64 epoch)
+{
+	list_init(&g->readers);
+	g->quiet = epoch;
+	g->scanned = 0;
+}
+
+void kvd_reader_add(struct kvd_mm *mm, struct kvd_reader_group *g, struct kvd_reader *r,
+		    struct kv_session_page *page)
+{
+	memset(r, 0, sizeof(*r));
+	r->group = g;
+	r->page = page;
+	/* It had no step before now, so it is past every epoch published so far. */
+	for (u32 i = 0; i < KV_ANNOUNCE_SLOTS; i++)
+		r->seen[i] = mm->grace.epoch;
+	r->quiet = mm->grace.epoch;
+	list_add_tail(&g->readers, &r->node);
+}
+
+void kvd_reader_del(struct kvd_mm *mm, struct kvd_reader *r)
+{
+	kv_assert(kvd_reader_quiet(r));
+	list_del(&r->node);
+	r->group = NULL;
+}
+
+void kvd_reader_end(struct kvd_reader *r)
+{
+	r->ended = true;
+	if (KV_MUTANT(trust_hangup))
+		r->gone = true;
+}
+
+void kvd_reader_gone(struct kvd_mm *mm, struct kvd_reader *r)
+{
+	kv_assert(r->ended);
+	r->gone = true;
+	kvd_reader_scan(mm, r);
+}
+
+bool kvd_reader_quiet(const struct kvd_reader *r)
+{
+	return r->gone || (r->ended && r->quiet_slots == ALL_SLOTS);
+}
+
+void kvd_reader_scan(struct kvd_mm *mm, struct kvd_reader *r)
+{
+	u64 epoch = mm->grace.epoch, quiet = epoch, word;
+
+	r->busy_slots = 0;
+	for (u32 i = 0; i < KV_ANNOUNCE_SLOTS; i++) {
+		if (r->gone || (r->quiet_slots & (1u << i))) {
+			r->seen[i] = epoch;
+			continue;
+		}
+		word = kv_load_acquire64(&r->page->slots[i].word);
+		if (word == KV_SLOT_IDLE) {
+			r->seen[i] = epoch;
+			if (r->ended)
+				r->quiet_slots |= 1u << i;
+			continue;
+		}
+		r->busy_slots |= 1u << i;
+		/* An epoch that was never published cannot have been announced. */
+		word = KV_MIN(word, epoch);
+		r->seen[i] = KV_MAX(r->seen[i], word);
+		quiet = KV_MIN(quiet, r->seen[i]);
+	}
+	if (quiet != r->quiet)
+		r->busy_since_ns = 0;
+	r->quiet = quiet;
+}
+
+/* After this store and a full barrier, a retire either kicks us or is seen by the next
+ * scan. */
+static void reader_set_wake(struct kvd_reader *r, bool wake)
+{
+	if (r->wake == wake)
+		return;
+	r->wake = wake;
+	kv_store_relaxed64(&r->page->wake.word, wake);
+}
+
+static void group_scan(struct kvd_mm *mm, struct kvd_reader_group *g)
+{
+	u64 epoch = mm->grace.epoch, quiet = epoch;
+	struct kvd_reader *r;
+	bool blocked = false;
+
+	list_for_each_entry (r, &g->readers, node) {
+		kvd_reader_scan(mm, r);
+		if (r->quiet < epoch && !r->wake) {
+			reader_set_wake(r, true);
+			blocked = true;
+		}
+	}
+	if (blocked)
+		kv_full_barrier(); /* pairs with kv_slot_retire() */
+	list_for_each_entry (r, &g->readers, node) {
+		if (blocked && r->quiet < epoch)
+			kvd_reader_scan(mm, r);
+		if (r->quiet == epoch) {
+			reader_set_wake(r, false);
+			r->busy_since_ns = 0;
+			r->stalled = false;
+		} else if (!r->busy_since_ns) {
+			r->busy_since_ns = mm->now_ns;
+			r->stalled = false;
+		}
+		quiet = KV_MIN(quiet, r->quiet);
+	}
+	g->quiet = quiet;
+}
+
+void kvd_grace_stalls(struct kvd_mm *mm, struct kvd_reader_group *g)
+{
+	struct kvd_reader *r;
+
+	list_for_each_entry (r, &g->readers, node) {
+		if (!r->busy_since_ns || r->stalled || r->quiet == mm->grace.epoch)
+			continue;
+		if (mm->now_ns - r->busy_since_ns < mm->stall_ns)
+			continue;
+		r->stalled = true;
+		mm->ops->stalled(mm, r);
+	}
+}
+
+void kvd_batch_set_init(struct kvd_batch_set *set, struct kvd_pool *pool,
+			struct kvd_reader *reader, enum kvd_batch_kind kind)
+{
+	for (u32 i = 0; i < KVD_BATCH_SET; i++) {
+		struct kvd_batch *b = &set->b[i];
+
+		list_init(&b->node);
+		b->pool = pool;
+		b->reader = reader;
+		b->kind = kind;
+		b->epoch = 0;
+		kvd_pfn_list_init(&b->pages);
+	}
+}
+
+bool kvd_batch_set_empty(const struct kvd_batch_set *set)
+{
+	for (u32 i = 0; i < KVD_BATCH_SET; i++) {
+		if (set->b[i].pages.nr)
+			return false;
+	}
+	return true;
+}
+
+/* The open batch of a set: the one in use, an unused one, or the youngest, opened again.
+ */
+static struct kvd_batch *set_open(struct kvd_batch_set *set, struct kvd_grace *g)
+{
+	struct kvd_batch *unused = NULL, *youngest = NULL;
+
+	for (u32 i = 0; i < KVD_BATCH_SET; i++) {
+		struct kvd_batch *b = &set->b[i];
+
+		if (list_empty(&b->node))
+			unused = b;
+		else if (!b->epoch)
+			return b;
+		else if (!youngest || b->epoch > youngest->epoch)
+			youngest = b;
+	}
+	if (!unused) {
+		unused = youngest;
+		list_del(&unused->node);
+	}
+	unused->epoch = 0;
+	list_add_tail(&g->open, &unused->node);
+	return unused;
+}
+
+void kvd_grace_add(struct kvd_batch_set *set, u32 pfn)
+{
+	struct kvd_pool *pool = set->b[0].pool;
+	struct kvd_grace *g = &pool->mm->grace;
+	struct kvd_batch *b = set_open(set, g);
+
+	kvd_pfn_list_add_tail(pool->links, &b->pages, pfn);
+	pool->links[pfn].batch = b;
+	g->nr_pages[b->kind]++;
+}
+
+static u32 batch_pop(struct kvd_batch *b)
+{
+	u32 pfn = kvd_pfn_list_pop(b->pool->links, &b->pages);
+
+	kv_assert(pfn != KVD_PFN_NONE && b->pool->links[pfn].batch == b);
+	b->pool->links[pfn].batch = NULL;
+	b->pool->mm->grace.nr_pages[b->kind]--;
+	return pfn;
+}
+
+void kvd_grace_cancel(struct kvd_pool *pool, u32 pfn)
+{
+	struct kvd_batch *b = pool->links[pfn].batch;
+
+	kv_assert(b && b->pool == pool && b->kind == KVD_BATCH_SEAL);
+	kvd_pfn_list_del(pool->links, &b->pages, pfn);
+	pool->links[pfn].batch = NULL;
+	pool->mm->grace.nr_pages[b->kind]--;
+	if (!b->pages.nr)
+		list_del(&b->node);
+}
+
+void kvd_batch_set_move(struct kvd_batch_set *from, struct kvd_batch_set *to)
+{
+	for (u32 i = 0; i < KVD_BATCH_SET; i++) {
+		struct kvd_batch *b = &from->b[i];
+
+		while (b->pages.nr)
+			kvd_grace_add(to, batch_pop(b));
+		list_del(&b->node);
+	}
+}
+
+/* New epoch for the open batches; published in every table after its log_head (P2, P6).
+ */
+static bool epoch_advance(struct kvd_mm *mm)
+{
+	struct kvd_grace *g = &mm->grace;
+	struct kvd_batch *b, *tmp;
+
+	if (g->epoch + 1 >= g->bound && grace_raise(mm)) {
+		mm->env->log(mm->env->arg, 3,
+			     "grace: cannot save the epoch; pages stay in quarantine");
+		return false;
+	}
+	g->epoch++;
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		if (!mm->pools[i])
+			continue;
+		kvd_table_publish(&mm->pools[i]->table);
+		kv_store_release64(&mm->pools[i]->table.shared->grace_epoch.word,
+				   g->epoch);
+	}
+	list_for_each_entry_safe (b, tmp, &g->open, node) {
+		b->epoch = g->epoch;
+		list_del(&b->node);
+		list_add_tail(&g->waiting, &b->node);
+	}
+	return true;
+}
+
+static u32 batch_finish(struct kvd_mm *mm, struct kvd_batch *b, u32 budget)
+{
+	u32 done = 0;
+
+	while (b->pages.nr && done < budget) {
+		u32 pfn = batch_pop(b);
+
+		if (b->kind == KVD_BATCH_QUARANTINE)
+			mm->ops->quarantine_done(b->pool, pfn);
+		else
+			mm->ops->seal_done(b->pool, pfn);
+		done++;
+	}
+	if (!b->pages.nr)
+		list_del(&b->node);
+	return done;
+}
+
+/* The hooks called from here add nothing to a batch, so the walk over the list is safe.
+ */
+bool kvd_grace_advance(struct kvd_mm *mm)
+{
+	struct kvd_grace *g = &mm->grace;
+	struct kvd_batch *b, *tmp;
+	u32 budget = KVD_GRACE_SLICE;
+
+	if (list_empty(&g->open) && list_empty(&g->waiting))
+		return false;
+	if (!list_empty(&g->open) && !epoch_advance(mm))
+		return false;
+	kv_full_barrier(); /* pairs with kv_slot_announce() */
+	g->scans++;
+	list_for_each_entry_safe (b, tmp, &g->waiting, node) {
+		struct kvd_reader_group *group = b->pool->group;
+		u64 quiet;
+
+		if (group->scanned != g->scans) {
+			group->scanned = g->scans;
+			group_scan(mm, group);
+		}
+		quiet = b->reader ? b->reader->quiet : group->quiet;
+		if (b->epoch > quiet)
+			continue;
+		if (!budget)
+			return true;
+		budget -= batch_finish(mm, b, budget);
+	}
+	return false;
+}

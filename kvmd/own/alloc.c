@@ -1,0 +1,311 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * own/alloc.c - allocation: generations, charge, free list, growth, reclaim, outcome.
+ * (tour 5/12)
+ *
+ * All or nothing. The common case is three comparisons before the pages are taken;
+ * everything else is in the slow functions below. Loop thread only.
+ */
+#include "kvmd/own/lease.h"
+#include <errno.h>
+#include "kvmd/own/core.h"
+
+static u32 pages_of(const struct kvd_pool *pool, u64 bytes)
+{
+	return (u32)kv_div_round_up(bytes, pool->geo.stride_bytes);
+}
+
+/* Let go what waits only for a look at the slots. */
+static void harvest(struct kvd_mm *mm)
+{
+	while (kvd_grace_advance(mm))
+		;
+}
+
+static u32 tenant_recall(struct kvd_tenant *t, struct kvd_core *core)
+{
+	struct kvd_session *s;
+	u32 nr = 0;
+
+	if (!t->account.nr[KVD_MAGAZINE])
+		return 0;
+	list_for_each_entry (s, &core->sessions, node) {
+		if (s->tenant == t && s->state == KVD_SESSION_LIVE)
+			nr += kvd_lease_mags_recall(s, NULL);
+	}
+	return nr;
+}
+
+/* Evict @tenant's own CACHED pages, this pool's first, until @bytes are on their way
+ * back. */
+static void tenant_reclaim(struct kvd_tenant *t, struct kvd_pool *pool, u64 bytes)
+{
+	struct kvd_mm *mm = pool->mm;
+	u64 got;
+
+	got = kvd_reclaim_pool(pool, t->index, pages_of(pool, bytes), true) *
+	      pool->geo.stride_bytes;
+	for (u32 i = 0; i < KVD_POOLS_MAX && got < bytes; i++) {
+		struct kvd_pool *other = mm->pools[i];
+
+		if (other && other != pool && other->domain_id == pool->domain_id)
+			got += kvd_reclaim_pool(other, t->index,
+						pages_of(other, bytes - got), true) *
+			       other->geo.stride_bytes;
+	}
+}
+
+static u64 cached_bytes(const struct kvd_tenant *t, const struct kvd_mm *mm)
+{
+	u64 bytes = 0;
+
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		const struct kvd_pool *pool = mm->pools[i];
+
+		if (pool && pool->domain_id == t->account.domain_id)
+			bytes += (u64)kvd_lru_nr(&pool->lru[t->account.slot]) *
+				 pool->geo.stride_bytes;
+	}
+	return bytes;
+}
+
+/*
+ * The tenant is at its max (KV_QUOTA), or what is left is promised to others (KV_FULL).
+ * Only its own pages can help: those in quarantine, in stock, and CACHED ones.
+ */
+static int charge_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 gfp,
+		       int why, u32 *ret_pending)
+{
+	struct kvd_tenant *t = s->tenant;
+	struct kvd_account *acct = &t->account;
+	u64 need = (u64)nr * pool->geo.stride_bytes, coming;
+	int r = why;
+
+	if (need > acct->max_bytes)
+		return KV_QUOTA;
+	harvest(pool->mm);
+	r = kvd_charge_try(t, pool, nr);
+	if (!r)
+		return 0;
+	if ((gfp & KV_GFP_RECLAIM) && tenant_recall(t, s->core)) {
+		harvest(pool->mm);
+		r = kvd_charge_try(t, pool, nr);
+		if (!r)
+			return 0;
+	}
+	/* At the max only what is above it must go; for a promise to others all of it. */
+	if (r == KV_QUOTA)
+		need = acct->used_bytes + need - acct->max_bytes;
+	if (gfp & KV_GFP_WAIT) {
+		tenant_reclaim(t, pool, need - KV_MIN(need, acct->quarantine_bytes));
+		harvest(pool->mm);
+		r = kvd_charge_try(t, pool, nr);
+		if (!r)
+			return 0;
+		if (r == KV_QUOTA)
+			need = acct->used_bytes + (u64)nr * pool->geo.stride_bytes -
+			       acct->max_bytes;
+	}
+	coming = acct->quarantine_bytes;
+	if ((gfp & KV_GFP_RECLAIM) && coming < need) {
+		acct->reclaim_debt = KV_MAX(acct->reclaim_debt, need - coming);
+		pool->mm->own_debts = true;
+		coming += KV_MIN(need - coming, cached_bytes(t, pool->mm));
+	}
+	if (coming < need)
+		return r;
+	*ret_pending = pages_of(pool, coming);
+	return KV_PENDING;
+}
+
+static int grow(struct kvd_pool *pool, u32 nr, u32 gfp)
+{
+	int r = KV_FULL;
+
+	if (!(gfp & KV_GFP_GROW))
+		return r;
+	while (kvd_pool_nr_free(pool) < nr) {
+		r = kvd_extent_grow(pool);
+		if (r)
+			return r;
+	}
+	return 0;
+}
+
+/* The free list is too short and the charge is made: grow, recall, reclaim, or say why
+ * not. */
+static int room_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 gfp,
+		     u32 *ret_pending)
+{
+	u32 coming, lacking;
+	int r = grow(pool, nr, gfp);
+
+	if (r <= 0)
+		return r;
+	harvest(pool->mm);
+	if (kvd_pool_nr_free(pool) >= nr)
+		return 0;
+	if ((gfp & KV_GFP_RECLAIM) && kvd_lease_recall(pool)) {
+		harvest(pool->mm);
+		if (kvd_pool_nr_free(pool) >= nr)
+			return 0;
+	}
+	if (gfp & KV_GFP_WAIT) {
+		coming = kvd_pool_nr_free(pool) + pool->nr[KVD_QUARANTINE];
+		if (coming < nr)
+			kvd_reclaim_pool(pool, s->tenant->index, nr - coming, false);
+		harvest(pool->mm);
+		if (kvd_pool_nr_free(pool) >= nr)
+			return 0;
+	}
+	lacking = nr - kvd_pool_nr_free(pool);
+	coming = pool->nr[KVD_QUARANTINE];
+	pool->starved = true;
+	if ((gfp & KV_GFP_RECLAIM) && coming < lacking) {
+		u32 cached = kvd_reclaim_available(pool, s->tenant->index);
+
+		kvd_reclaim_wake(pool, KV_MIN(lacking - coming, cached));
+		coming += KV_MIN(lacking - coming, cached);
+		if (coming < lacking && kvd_reclaim_extents(pool))
+			r = KV_PENDING;
+	}
+	if (coming < lacking && r != KV_PENDING)
+		return KV_FULL;
+	*ret_pending = KV_MAX(coming, 1u);
+	return KV_PENDING;
+}
+
+/* Charge @nr pages and see that they are on the free list. */
+static int lease_prepare(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 gfp,
+			 u32 *ret_pending)
+{
+	struct kvd_tenant *t = s->tenant;
+	int r = kvd_gens_reserve(&pool->mm->gens, nr);
+
+	if (r)
+		return r;
+	r = kvd_charge_try(t, pool, nr);
+	if (r) {
+		r = charge_slow(s, pool, nr, gfp, r, ret_pending);
+		if (r) {
+			t->quota_refusals += r == KV_QUOTA;
+			return r;
+		}
+	}
+	if (kvd_pool_nr_free(pool) >= nr)
+		return 0;
+	r = room_slow(s, pool, nr, gfp, ret_pending);
+	if (r) {
+		kvd_charge_drop(t, pool, nr);
+		t->full_refusals += r == KV_FULL;
+	}
+	return r;
+}
+
+int kvd_lease_alloc(struct kvd_session *s, struct kvd_attach *a, u32 nr, u32 gfp,
+		    struct kv_grant *ret_grants, u32 *ret_pending)
+{
+	struct kvd_pool *pool = a->pool;
+	bool clean_first = gfp & KV_GFP_ZERO, dirty;
+	int r;
+
+	kv_assert(s->state == KVD_SESSION_LIVE && pool);
+	if (nr == 0 || nr > KV_BATCH_MAX || (gfp & ~KV_GFP_VALID))
+		return -EINVAL;
+	r = lease_prepare(s, pool, nr, gfp, ret_pending);
+	if (r)
+		return r;
+	for (u32 i = 0; i < nr; i++) {
+		u32 pfn = kvd_pool_take(pool, KVD_ACTIVE, s->tenant->index, s->id,
+					clean_first, &dirty);
+
+		kvd_lease_hold(a, pfn);
+		ret_grants[i].pfn = pfn;
+		ret_grants[i].flags = dirty ? KV_GRANT_DIRTY : 0;
+		ret_grants[i].tag = pool->frames[pfn].tag;
+	}
+	kvd_table_publish(&pool->table);
+	pool->nr_allocs += nr;
+	s->tenant->allocs += nr;
+	return 0;
+}
+
+/* Slots that can be stocked: pops are recognised on the way. */
+static u32 mag_room(struct kvd_session *s, u32 mag, u32 *ret_slots)
+{
+	struct kv_magazine *shared = &s->page->magazines[mag];
+	struct kvd_magazine *m = &s->mags[mag];
+	u32 nr = 0;
+
+	for (u32 slot = 0; slot < KV_MAGAZINE_SLOTS; slot++) {
+		if (m->slots[slot].word && kvd_mag_popped(m, shared, slot))
+			kvd_lease_popped(s, m, slot);
+		/* A word that we did not put there is junk: leave the slot alone. */
+		if (!m->slots[slot].word && !kv_load_relaxed64(&shared->slots[slot].word))
+			ret_slots[nr++] = slot;
+	}
+	return nr;
+}
+
+/* Fewer will do: stock is not worth a refusal, one page is what is wanted. */
+static int stock_prepare(struct kvd_session *s, struct kvd_pool *pool, u32 *nr, u32 gfp,
+			 u32 *ret_pending)
+{
+	int r;
+
+	for (;; *nr /= 2) {
+		r = lease_prepare(s, pool, *nr, *nr > 1 ? gfp & KV_GFP_GROW : gfp,
+				  ret_pending);
+		if (r <= 0 || *nr == 1)
+			return r;
+	}
+}
+
+int kvd_lease_stock(struct kvd_session *s, struct kvd_attach *a, u32 mag, u32 nr, u32 gfp,
+		    u32 *ret_nr, u32 *ret_pending)
+{
+	struct kvd_magazine *m = &s->mags[mag % KV_MAGAZINES];
+	u32 slots[KV_MAGAZINE_SLOTS], pfns[KV_MAGAZINE_SLOTS], room;
+	bool dirties[KV_MAGAZINE_SLOTS];
+	struct kvd_pool *pool = a->pool;
+	bool dirty;
+	int r;
+
+	kv_assert(s->state == KVD_SESSION_LIVE && pool);
+	if (mag >= KV_MAGAZINES || nr == 0 || (gfp & ~KV_GFP_VALID))
+		return -EINVAL;
+	if (m->nr && m->pool != pool) {
+		/* Popped pages may be all that is left of the other pool. */
+		mag_room(s, mag, slots);
+		if (m->nr)
+			return -EINVAL;
+	}
+	m->pool = pool;
+	room = mag_room(s, mag, slots);
+	nr = KV_MIN(nr, room);
+	*ret_nr = 0;
+	if (!nr)
+		return 0;
+	r = stock_prepare(s, pool, &nr, gfp, ret_pending);
+	if (r)
+		return r;
+	for (u32 i = 0; i < nr; i++) {
+		u32 pfn = kvd_pool_take(pool, KVD_MAGAZINE, s->tenant->index, s->id,
+					gfp & KV_GFP_ZERO, &dirty);
+
+		kvd_lease_hold(a, pfn);
+		pool->links[pfn].next = mag << 8 | slots[i];
+		pfns[i] = pfn;
+		dirties[i] = dirty;
+	}
+	/* The words come last: a page may be popped and checked the moment its word is
+	 * there. */
+	kvd_table_publish(&pool->table);
+	for (u32 i = 0; i < nr; i++)
+		kvd_mag_put(m, &s->page->magazines[mag], slots[i], pfns[i],
+			    pool->frames[pfns[i]].tag, dirties[i]);
+	pool->nr_allocs += nr;
+	s->tenant->allocs += nr;
+	*ret_nr = nr;
+	return 0;
+}

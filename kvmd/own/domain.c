@@ -1,0 +1,163 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * own/domain.c - domains: what they were promised, forgetting their prefixes. See
+ * domain.h.
+ *
+ * Loop thread only.
+ */
+#include "kvmd/own/domain.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include "kvmd/own/core.h"
+
+int kvd_domain_create(struct kvd_core *core, const char *name, const u8 *secret,
+		      struct kvd_domain **ret_domain)
+{
+	struct kvd_domain *d;
+	u32 id = 0;
+
+	if (!name[0] || strlen(name) >= sizeof(d->name))
+		return -EINVAL;
+	if (kvd_domain_find(core, name))
+		return -EEXIST;
+	while (id < KVD_DOMAINS_MAX && core->domains[id])
+		id++;
+	if (id == KVD_DOMAINS_MAX)
+		return -ENOSPC;
+	d = calloc(1, sizeof(*d));
+	if (!d)
+		return -ENOMEM;
+	d->id = id;
+	strcpy(d->name, name);
+	memcpy(d->secret, secret, sizeof(d->secret));
+	kvd_reader_group_init(&d->group, core->mm.grace.epoch);
+	list_init(&d->tenants);
+	core->domains[id] = d;
+	*ret_domain = d;
+	return 0;
+}
+
+struct kvd_domain *kvd_domain_find(struct kvd_core *core, const char *name)
+{
+	for (u32 i = 0; i < KVD_DOMAINS_MAX; i++) {
+		if (core->domains[i] && !strcmp(core->domains[i]->name, name))
+			return core->domains[i];
+	}
+	return NULL;
+}
+
+/* Can the pool go? Nothing used, nobody there, no fd of an extent with anybody. */
+static bool pool_unused(const struct kvd_pool *pool)
+{
+	if (kvd_pool_nr_used(pool) || pool->nr_sessions)
+		return false;
+	for (u32 i = 0; i < pool->nr_extents; i++) {
+		if (pool->extents[i].nr_given)
+			return false;
+	}
+	return true;
+}
+
+int kvd_domain_destroy(struct kvd_core *core, struct kvd_domain *domain)
+{
+	if (domain->nr_tenants || !list_empty(&domain->group.readers))
+		return -EBUSY;
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		if (core->mm.pools[i] && core->mm.pools[i]->owner == domain &&
+		    !pool_unused(core->mm.pools[i]))
+			return -EBUSY;
+	}
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		if (core->mm.pools[i] && core->mm.pools[i]->owner == domain)
+			kvd_pool_destroy(core->mm.pools[i]);
+	}
+	kv_assert(domain->extent_bytes == 0);
+	core->domains[domain->id] = NULL;
+	memset(domain->secret, 0, sizeof(domain->secret));
+	free(domain);
+	return 0;
+}
+
+void kvd_domain_pools_trim(struct kvd_core *core)
+{
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		if (core->mm.pools[i] && pool_unused(core->mm.pools[i]))
+			kvd_pool_destroy(core->mm.pools[i]);
+	}
+}
+
+static void pool_evict(struct kvd_pool *pool, bool dry_run, struct kvd_evicted *ret)
+{
+	for (u32 pfn = 0; pfn < pool->geo.nr_pages; pfn++) {
+		struct kvd_frame *f = &pool->frames[pfn];
+
+		if (f->state == KVD_CACHED) {
+			ret->cached++;
+			if (!dry_run)
+				kvd_prefix_evict(pool, pfn);
+		} else if (f->state == KVD_SEALED && (f->flags & KVD_FRAME_INDEXED)) {
+			ret->unindexed++;
+			if (!dry_run)
+				kvd_prefix_forget(pool, pfn);
+		}
+	}
+	kvd_table_publish(&pool->table);
+}
+
+void kvd_domain_evict(struct kvd_core *core, struct kvd_domain *domain, bool dry_run,
+		      struct kvd_evicted *ret)
+{
+	memset(ret, 0, sizeof(*ret));
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		struct kvd_pool *pool = core->mm.pools[i];
+
+		if (pool && pool->owner == domain)
+			pool_evict(pool, dry_run, ret);
+	}
+}
+
+/* Bytes of extents that hold @bytes of pages, padding included. */
+static u64 extents_for(const struct kvd_core *core, const struct kvd_domain *domain,
+		       u64 bytes)
+{
+	const struct kvd_pool *best = NULL;
+
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		const struct kvd_pool *pool = core->mm.pools[i];
+
+		if (pool && pool->owner == domain &&
+		    (!best || pool->geo.extent_bytes > best->geo.extent_bytes))
+			best = pool;
+	}
+	if (!best)
+		return kv_div_round_up(bytes, core->mm.limits.extent_min_bytes) *
+		       core->mm.limits.extent_min_bytes;
+	return kv_div_round_up(bytes, best->geo.stride_bytes << best->geo.shift) *
+	       best->geo.extent_bytes;
+}
+
+u64 kvd_domain_unmet_min(const struct kvd_core *core, const struct kvd_domain *domain)
+{
+	const struct kvd_tenant *t;
+	u64 min_bytes = 0;
+
+	list_for_each_entry (t, &domain->tenants, node)
+		min_bytes += t->account.min_bytes;
+	min_bytes = extents_for(core, domain, min_bytes);
+	return min_bytes - KV_MIN(min_bytes, domain->extent_bytes);
+}
+
+bool kvd_domain_may_grow(struct kvd_pool *pool)
+{
+	struct kvd_core *core = kvd_core_of(pool->mm);
+	u64 need = core->mm.extent_bytes_used + pool->geo.extent_bytes;
+
+	if (!core->min_bytes_total)
+		return true;
+	for (u32 i = 0; i < KVD_DOMAINS_MAX; i++) {
+		if (core->domains[i] && core->domains[i] != pool->owner)
+			need += kvd_domain_unmet_min(core, core->domains[i]);
+	}
+	return need <= core->mm.limits.capacity_bytes;
+}

@@ -1,0 +1,278 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * own/prefix.c - prefix keys, the index and LOOKUP. See prefix.h; SEAL is in seal.c.
+ *
+ * The index is a chained hash over the pool's link array. An entry's parent is the page
+ * before it in its sequence: the tree that leaf-first eviction needs. Loop thread only.
+ */
+#include "kvmd/own/prefix.h"
+#include <errno.h>
+#include <sodium.h>
+#include <string.h>
+#include "base/mutant.h"
+#include "kvmd/own/core.h"
+
+/* --------------------------------------------------------------------------- keys */
+
+static void personal_of(u64 fingerprint, u8 *ret)
+{
+	u8 le[8];
+
+	for (u32 i = 0; i < 8; i++)
+		le[i] = (u8)(fingerprint >> (8 * i));
+	kv_assert(
+		!crypto_generichash_blake2b(ret, KV_KEY_BYTES, le, sizeof(le), NULL, 0));
+}
+
+static void page_key(const u8 *personal, const u8 *parent_key, const u32 *tokens,
+		     u8 *ret_key)
+{
+	_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+		       "tokens are hashed as u32 LE");
+
+	kv_assert(!crypto_generichash_blake2b_salt_personal(
+		ret_key, KV_KEY_BYTES, (const u8 *)tokens, KV_PAGE_TOKENS * sizeof(u32),
+		NULL, 0, parent_key, personal));
+}
+
+void kvd_prefix_root_key(const u8 *secret, u64 fingerprint, u8 *ret_key)
+{
+	static const u8 message[] = "kvmd prefix root";
+	u8 personal[KV_KEY_BYTES], salt[KV_KEY_BYTES] = {0};
+
+	personal_of(fingerprint, personal);
+	kv_assert(!crypto_generichash_blake2b_salt_personal(
+		ret_key, KV_KEY_BYTES, message, sizeof(message), secret,
+		KVD_DOMAIN_SECRET_BYTES, salt, personal));
+}
+
+void kvd_prefix_key(u64 fingerprint, const u8 *parent_key, const u32 *tokens, u8 *ret_key)
+{
+	u8 personal[KV_KEY_BYTES];
+
+	personal_of(fingerprint, personal);
+	page_key(personal, parent_key, tokens, ret_key);
+}
+
+void kvd_prefix_pool_init(struct kvd_pool *pool, const u8 *secret)
+{
+	personal_of(pool->fingerprint, pool->personal);
+	kvd_prefix_root_key(secret, pool->fingerprint, pool->root_key);
+}
+
+void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
+			 const u32 *tokens, u8 *ret_key)
+{
+	page_key(pool->personal, parent_key, tokens, ret_key);
+	/* Tests truncate the hash so that collisions happen (case O42). */
+	for (u32 bit = pool->key_bits; bit < KV_KEY_BYTES * 8; bit++)
+		ret_key[bit / 8] &= (u8) ~(1u << (bit % 8));
+}
+
+/* --------------------------------------------------------------------------- index */
+
+static u32 *head_of(const struct kvd_pool *pool, const u8 *key)
+{
+	u32 h;
+
+	memcpy(&h, key, sizeof(h));
+	return &pool->hash_heads[h & pool->hash_mask];
+}
+
+static u32 *page_tokens_of(const struct kvd_pool *pool, u32 pfn)
+{
+	return pool->tokens + (u64)pfn * KV_PAGE_TOKENS;
+}
+
+/* Is the parent that an entry was entered under still the one in the index? */
+static bool parent_alive(const struct kvd_pool *pool, const struct kvd_frame *f)
+{
+	const struct kvd_frame *p;
+
+	if (f->parent == KVD_PFN_NONE)
+		return false;
+	p = &pool->frames[f->parent];
+	return (p->flags & KVD_FRAME_INDEXED) && (u32)kv_tag_gen(p->tag) == f->parent_gen;
+}
+
+/*
+ * Key and tokens are equal: is it also the same sequence before this page? With whole
+ * keys the chain of hashes has said so; this catches what a collision would let through.
+ */
+static bool same_parent(const struct kvd_pool *pool, const struct kvd_frame *f,
+			u32 parent, bool root)
+{
+	bool is_root = f->flags & KVD_FRAME_ROOT;
+
+	if (root != is_root)
+		return false;
+	return root || parent == KVD_PFN_NONE || !parent_alive(pool, f) ||
+	       f->parent == parent;
+}
+
+u32 kvd_prefix_find(const struct kvd_pool *pool, const u8 *key, const u32 *tokens,
+		    u32 parent, bool root)
+{
+	u32 pfn;
+
+	for (pfn = *head_of(pool, key); pfn != KVD_PFN_NONE;
+	     pfn = pool->links[pfn].hash_next) {
+		const struct kvd_frame *f = &pool->frames[pfn];
+
+		if (memcmp(f->key, key, KV_KEY_BYTES))
+			continue;
+		if (KV_MUTANT(no_token_compare))
+			return pfn;
+		if (memcmp(page_tokens_of(pool, pfn), tokens,
+			   KV_PAGE_TOKENS * sizeof(u32)))
+			continue;
+		if (same_parent(pool, f, parent, root))
+			return pfn;
+	}
+	return KVD_PFN_NONE;
+}
+
+u32 kvd_prefix_find_key(const struct kvd_pool *pool, const u8 *key)
+{
+	u32 pfn;
+
+	for (pfn = *head_of(pool, key); pfn != KVD_PFN_NONE;
+	     pfn = pool->links[pfn].hash_next) {
+		if (!memcmp(pool->frames[pfn].key, key, KV_KEY_BYTES))
+			return pfn;
+	}
+	return KVD_PFN_NONE;
+}
+
+static void child_link(struct kvd_pool *pool, struct kvd_frame *f, u32 parent)
+{
+	f->parent = parent;
+	f->parent_gen = 0;
+	if (parent == KVD_PFN_NONE)
+		return;
+	f->parent_gen = (u32)kv_tag_gen(pool->frames[parent].tag);
+	kvd_lru_child_added(pool, parent);
+}
+
+void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 *tokens,
+		       u32 parent, bool root)
+{
+	struct kvd_frame *f = &pool->frames[pfn];
+	u32 *head = head_of(pool, key);
+
+	kv_assert(!(f->flags & KVD_FRAME_INDEXED) && parent != pfn);
+	memcpy(f->key, key, KV_KEY_BYTES);
+	memcpy(page_tokens_of(pool, pfn), tokens, KV_PAGE_TOKENS * sizeof(u32));
+	f->flags |= KVD_FRAME_INDEXED;
+	if (root)
+		f->flags |= KVD_FRAME_ROOT;
+	pool->links[pfn].nr_children = 0;
+	pool->links[pfn].hash_next = *head;
+	*head = pfn;
+	child_link(pool, f, root ? KVD_PFN_NONE : parent);
+}
+
+void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn)
+{
+	struct kvd_frame *f = &pool->frames[pfn];
+	u32 *at = head_of(pool, f->key);
+
+	kv_assert(f->flags & KVD_FRAME_INDEXED);
+	while (*at != pfn) {
+		kv_assert(*at != KVD_PFN_NONE);
+		at = &pool->links[*at].hash_next;
+	}
+	*at = pool->links[pfn].hash_next;
+	if (parent_alive(pool, f))
+		kvd_lru_child_removed(pool, f->parent);
+	f->parent = KVD_PFN_NONE;
+	f->flags &= (u8) ~(KVD_FRAME_INDEXED | KVD_FRAME_FINDABLE | KVD_FRAME_ROOT);
+	/* Children are orphans now: parent_alive() says so, they are found again by their
+	 * keys when this page comes back, and evicted as any other. */
+	pool->links[pfn].nr_children = 0;
+}
+
+void kvd_prefix_forget(struct kvd_pool *pool, u32 pfn)
+{
+	struct kvd_frame *f = &pool->frames[pfn];
+
+	kv_assert(f->state == KVD_SEALED);
+	kvd_prefix_remove(pool, pfn);
+	if (f->flags & KVD_FRAME_SEALING) {
+		kvd_grace_cancel(pool, pfn);
+		f->flags &= (u8)~KVD_FRAME_SEALING;
+		f->refs--;
+	}
+	if (f->refs)
+		kvd_frame_set(pool, pfn, KVD_SEALED, KVD_EV_EVICT, 0);
+	else
+		kvd_pool_kill(pool, pfn, KVD_EV_EVICT, 0);
+}
+
+void kvd_prefix_evict(struct kvd_pool *pool, u32 pfn)
+{
+	kv_assert(pool->frames[pfn].state == KVD_CACHED);
+	kvd_lru_del(pool, pfn);
+	kvd_prefix_remove(pool, pfn);
+	kvd_pool_kill(pool, pfn, KVD_EV_EVICT, 0);
+}
+
+/* ------------------------------------------------------------------------- lookup */
+
+int kvd_lookup_start(struct kvd_lookup_op *op)
+{
+	if (op->nr_tokens > KV_LOOKUP_MAX)
+		return -EINVAL;
+	op->nr = 0;
+	op->parent = KVD_PFN_NONE;
+	memcpy(op->key, op->a->pool->root_key, KV_KEY_BYTES);
+	op->a->pool->nr_lookups++;
+	return 0;
+}
+
+/* One page further. Return: true when there was a hit. */
+static bool lookup_page(struct kvd_lookup_op *op)
+{
+	struct kvd_pool *pool = op->a->pool;
+	const u32 *tokens = op->tokens + (u64)op->nr * KV_PAGE_TOKENS;
+	struct kv_hit *hit = &op->hits[op->nr];
+	struct kvd_frame *f;
+	u8 key[KV_KEY_BYTES];
+	u32 pfn;
+
+	kvd_prefix_pool_key(pool, op->key, tokens, key);
+	pfn = kvd_prefix_find(pool, key, tokens, op->parent, op->nr == 0);
+	if (pfn == KVD_PFN_NONE)
+		return false;
+	f = &pool->frames[pfn];
+	if (!(f->flags & KVD_FRAME_FINDABLE) || op->a->refs[pfn] >= KVD_LEASE_REFS_MAX)
+		return false;
+	/* An orphan's parent is back under a new pfn: the tree needs to know. */
+	if (op->nr && !parent_alive(pool, f) &&
+	    (pool->frames[op->parent].flags & KVD_FRAME_INDEXED))
+		child_link(pool, f, op->parent);
+	kv_assert(kvd_lease_get(op->s, op->a, pfn, KVD_EV_HIT) == 0);
+	memcpy(hit->key, key, KV_KEY_BYTES);
+	hit->grant.pfn = pfn;
+	hit->grant.flags = KV_GRANT_SHARED;
+	hit->grant.tag = f->tag;
+	memcpy(op->key, key, KV_KEY_BYTES);
+	op->parent = pfn;
+	op->nr++;
+	pool->nr_hits++;
+	return true;
+}
+
+int kvd_lookup_step(struct kvd_lookup_op *op)
+{
+	u32 want = KV_MIN(op->nr_tokens / KV_PAGE_TOKENS, op->hits_max);
+
+	kv_assert(op->s->state == KVD_SESSION_LIVE && op->a->pool);
+	if (op->max_pages)
+		want = KV_MIN(want, op->max_pages);
+	for (u32 i = 0; i < KVD_HASH_SLICE; i++) {
+		if (op->nr == want || !lookup_page(op))
+			return op->nr ? 0 : KV_MISS;
+	}
+	return op->nr < want ? -EAGAIN : 0;
+}
