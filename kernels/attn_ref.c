@@ -22,9 +22,7 @@
 #define DK_MAX	  640u /* latent + rope, or head */
 #define DV_MAX	  512u
 #define HEAD_MAX  256u
-#define LOAD_STEP                                                             \
-	16u /* tokens that are converted, then used at once from the L1 cache \
-	     */
+#define LOAD_STEP 16u /* tokens converted at a time: they stay in the L1 cache */
 
 struct attn_shape {
 	const struct kvk_attn_args *a;
