@@ -306,3 +306,132 @@ size_t kvt_nr_finite(const float *x, size_t n)
 		nr += !isnan(x[i]);
 	return nr;
 }
+
+static void matrix_int4(struct kvt_rng *g, struct kvt_matrix *m, u32 nr)
+{
+	size_t n = (size_t)nr * m->w.rows * m->w.cols;
+	u16 *scales;
+
+	m->data = malloc(n / 2);
+	m->scales = malloc(n / m->w.group * 2);
+	scales = (u16 *)(void *)m->scales;
+	for (size_t i = 0; i < n / 2; i++)
+		m->data[i] = (u8)kvt_rng_next(g);
+	for (size_t i = 0; i < n / m->w.group; i++)
+		scales[i] = m->w.scale_dtype == KVK_F16
+				    ? (u16)(0x2000 + kvt_rng_below(g, 0x400))
+				    : (u16)(0x3c00 + kvt_rng_below(g, 0x80));
+	for (size_t i = 0; i < n; i++) {
+		int q = (m->data[i / 2] >> (i % 2 * 4) & 15) - 8;
+		u16 s = scales[i / m->w.group];
+
+		m->truth[i] =
+			q * (m->w.scale_dtype == KVK_F16 ? kvt_f16(s) : kvt_bf16(s));
+	}
+}
+
+static void matrix_e4m3(struct kvt_rng *g, struct kvt_matrix *m, u32 nr)
+{
+	u32 rb = (m->w.rows + 127) / 128, cb = (m->w.cols + 127) / 128;
+	size_t per = (size_t)m->w.rows * m->w.cols, n = nr * per;
+	float *scales = malloc(sizeof(float) * nr * rb * cb);
+
+	m->data = malloc(n);
+	m->scales = (u8 *)scales;
+	for (size_t i = 0; i < (size_t)nr * rb * cb; i++)
+		scales[i] = 0.0001f * (1.0f + (float)kvt_rng_below(g, 1000) * 0.001f);
+	for (size_t i = 0; i < n; i++) {
+		size_t k = i / per, r = i % per / m->w.cols, c = i % m->w.cols;
+
+		m->data[i] = (u8)kvt_rng_next(g);
+		if ((m->data[i] & 0x7f) == 0x7f)
+			m->data[i] = 0;
+		m->truth[i] =
+			kvt_e4m3(m->data[i]) * scales[(k * rb + r / 128) * cb + c / 128];
+	}
+}
+
+struct kvt_matrix kvt_matrix_make(struct kvt_rng *g, u32 dtype, u32 nr, u32 rows,
+				  u32 cols, u32 group, u32 scale_dtype)
+{
+	struct kvt_matrix m = {.w = {.dtype = dtype,
+				     .rows = rows,
+				     .cols = cols,
+				     .group = group,
+				     .scale_dtype = scale_dtype}};
+	size_t n = (size_t)nr * rows * cols;
+
+	m.truth = malloc(n * sizeof(double));
+	if (dtype == KVK_INT4) {
+		matrix_int4(g, &m, nr);
+	} else if (dtype == KVK_E4M3) {
+		matrix_e4m3(g, &m, nr);
+	} else {
+		float *f = malloc(n * sizeof(float));
+
+		kvt_rng_fill(g, f, n, 0.05f);
+		m.data = (u8 *)f;
+		for (size_t i = 0; i < n; i++) {
+			if (dtype == KVK_BF16) {
+				u16 h = kvt_to_bf16(f[i]);
+
+				m.truth[i] = kvt_bf16(h);
+				((u16 *)(void *)f)[i] = h;
+			} else {
+				m.truth[i] = f[i];
+			}
+		}
+	}
+	m.w.data = m.data;
+	m.w.scales = m.scales;
+	return m;
+}
+
+void kvt_matrix_fini(struct kvt_matrix *m)
+{
+	free(m->data);
+	free(m->scales);
+	free(m->truth);
+}
+
+/* Nearest e4m3 by search: no code of kernels/. Ties to the even code. */
+static double nearest_e4m3(double x)
+{
+	double best = 0, dist = INFINITY;
+
+	if (isnan(x))
+		return x;
+	for (int c = 0; c < 0x7f; c++) {
+		double d = fabs(kvt_e4m3((u8)c) - fabs(x));
+
+		if (d < dist || (d == dist && c % 2 == 0)) {
+			dist = d;
+			best = kvt_e4m3((u8)c);
+		}
+	}
+	return x < 0 ? -best : best;
+}
+
+/* What an FP8 kernel sees of its activations. */
+void kvt_act_fp8(const float *x, double *y, u32 n)
+{
+	for (u32 b = 0; b < n; b += 128) {
+		u32 len = KV_MIN(n - b, 128u);
+		float amax = 0, scale;
+
+		for (u32 i = 0; i < len; i++)
+			amax = fabsf(x[b + i]) > amax ? fabsf(x[b + i]) : amax;
+		scale = amax > 0 ? amax / 448.0f : 1.0f;
+		for (u32 i = 0; i < len; i++)
+			y[b + i] = nearest_e4m3(x[b + i] / scale) * scale;
+	}
+}
+
+void kvt_acts(u32 dtype, const float *x, double *y, u32 n)
+{
+	if (dtype == KVK_E4M3)
+		kvt_act_fp8(x, y, n);
+	else
+		for (u32 i = 0; i < n; i++)
+			y[i] = x[i];
+}

@@ -99,4 +99,27 @@ double kvt_max_diff(const float *a, const double *b, size_t n);
 /* Number of values that are not NaN. */
 size_t kvt_nr_finite(const float *x, size_t n);
 
+/**
+ * struct kvt_matrix - random matrices of a weight dtype, and what they mean in float64
+ * @w: the first one, as linear takes it
+ * @data, @scales: owned, of all matrices, one after the other
+ * @truth: owned, [nr][rows][cols]
+ */
+struct kvt_matrix {
+	struct kvk_weight w;
+	u8 *data;
+	u8 *scales;
+	double *truth;
+};
+
+struct kvt_matrix kvt_matrix_make(struct kvt_rng *g, u32 dtype, u32 nr, u32 rows,
+				  u32 cols, u32 group, u32 scale_dtype);
+void kvt_matrix_fini(struct kvt_matrix *m);
+
+/* What an FP8 kernel sees of its activations: e4m3 per 128, by search for the nearest
+ * code. */
+void kvt_act_fp8(const float *x, double *y, u32 n);
+/* What a kernel with weights of @dtype sees of its activations. */
+void kvt_acts(u32 dtype, const float *x, double *y, u32 n);
+
 #endif /* KVT_KERNELS_COMMON_H */
