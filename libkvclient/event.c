@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 struct event {
@@ -91,6 +92,7 @@ void kvc_link_dead_locked(struct kvc_link *link, int error)
 		return;
 	__atomic_store_n(&link->dead, 1, __ATOMIC_RELEASE);
 	epoll_ctl(c->epoll_fd, EPOLL_CTL_DEL, link->sock, NULL);
+	shutdown(link->sock, SHUT_RDWR); /* kvmd learns of it now, not when the link is freed */
 	kvc_ring_fail(&link->ring, error == -EPROTO ? error : -ECONNRESET);
 	kvc_log(c, KVC_LOG_WARN, "connection to kvmd lost: %s", strerror(-error));
 	wake(c);
@@ -254,8 +256,6 @@ int kvc_dispatch(struct kvc *c, void (*fn)(void *arg, const struct kvc_event *ev
 		return kvc_fail(-EOWNERDEAD, "the process forked");
 	if (pthread_mutex_trylock(&c->lock))
 		return 0; /* another thread is at it */
-	if (read(c->wake_fd, &count, sizeof(count)) < 0)
-		count = 0;
 	r = kvc_sock_read_locked(c);
 	kvc_deferred_run_locked(c);
 	list_init(&events);
@@ -264,6 +264,8 @@ int kvc_dispatch(struct kvc *c, void (*fn)(void *arg, const struct kvc_event *ev
 		list_init(&c->events);
 	}
 	c->nr_events = 0;
+	if (read(c->wake_fd, &count, sizeof(count)) < 0)
+		count = 0; /* nobody had written */
 	pthread_mutex_unlock(&c->lock);
 	nr = call_back(&events, fn, arg);
 	if (!nr && r == -ECONNRESET)

@@ -189,11 +189,12 @@ static void reap_locked(struct kvc_link *link)
 			break;
 		cqe = ring->cq[head & (ring->cq_depth - 1)];
 		index = (u32)cqe.user_data;
-		if (tail - head > ring->cq_depth || cqe.ring_nonce != ring->nonce ||
-		    cqe.sequence != head || index >= ring->nr_slots ||
-		    ring->slots[index].state != KVC_SLOT_SENT ||
-		    ring->slots[index].user_data != cqe.user_data ||
-		    cqe.result >= KV_OUTCOME_NR) {
+		if (!KV_MUTANT(cqe_unchecked) &&
+		    (tail - head > ring->cq_depth || cqe.ring_nonce != ring->nonce ||
+		     cqe.sequence != head || index >= ring->nr_slots ||
+		     ring->slots[index].state != KVC_SLOT_SENT ||
+		     ring->slots[index].user_data != cqe.user_data ||
+		     cqe.result >= KV_OUTCOME_NR)) {
 			fail_locked(ring, -EPROTO);
 			break;
 		}
