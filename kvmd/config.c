@@ -73,7 +73,7 @@ void kvd_config_single(struct kvd_config *config, uid_t uid)
 	t->nr_gpus = 1;
 	strcpy(t->gpus[0].gpu, "*");
 	t->gpus[0].weight = 100;
-	t->gpus[0].high_bytes = t->gpus[0].max_bytes = 1ull << 62;
+	t->gpus[0].high_bytes = t->gpus[0].max_bytes = 1ull << 53;
 }
 
 int kvd_config_load(const char *path, struct kvd_config *ret_config, char *error)

@@ -371,7 +371,7 @@ int kvd_reload(struct kvd *kvd, char *error, u32 *ret_deferred)
 	*ret_deferred = 0;
 	if (!kvd->opt.config_path) {
 		snprintf(error, KVD_CONFIG_ERROR_BYTES, "started without --config");
-		return -ENOENT;
+		return -EOPNOTSUPP;
 	}
 	config = calloc(1, sizeof(*config));
 	if (!config)

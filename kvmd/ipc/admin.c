@@ -46,9 +46,12 @@ void kvd_admin_u64(cJSON *object, const char *name, u64 value)
 {
 	char text[24];
 
-	/* cJSON numbers are doubles; raw text keeps every bit. */
+	/* JSON readers use doubles: above 2^53 a number would lose bits. */
 	snprintf(text, sizeof(text), "%llu", (unsigned long long)value);
-	cJSON_AddRawToObject(object, name, text);
+	if (value <= 1ull << 53)
+		cJSON_AddRawToObject(object, name, text);
+	else
+		cJSON_AddStringToObject(object, name, text);
 }
 
 void kvd_admin_hex(cJSON *object, const char *name, u64 value)

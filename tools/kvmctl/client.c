@@ -1,0 +1,221 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* client.c - one JSON line to the admin socket, one back. */
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "tools/kvmctl/kvmctl.h"
+
+#define REPLY_BYTES_MAX (128u << 20)
+
+cJSON *ctl_request(const char *op)
+{
+	cJSON *request = cJSON_CreateObject();
+
+	cJSON_AddStringToObject(request, "op", op);
+	return request;
+}
+
+static int connect_error(struct ctl *ctl, int err)
+{
+	const char *path = ctl->args.socket;
+
+	if (err == EACCES || err == EPERM)
+		return ctl_error(ctl, CTL_DENIED,
+				 "%s: permission denied (root and kvmd's user may)",
+				 path);
+	if (err == ENOENT || err == ECONNREFUSED)
+		return ctl_error(ctl, CTL_NO_DAEMON, "%s: kvmd is not running there",
+				 path);
+	return ctl_error(ctl, CTL_FAILED, "%s: %s", path, strerror(err));
+}
+
+/* Return: fd >= 0; -exit code */
+static int connect_admin(struct ctl *ctl)
+{
+	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	int fd;
+
+	if (strlen(ctl->args.socket) >= sizeof(addr.sun_path))
+		return -ctl_error(ctl, CTL_USAGE, "--socket: path longer than %zu bytes",
+				  sizeof(addr.sun_path) - 1);
+	strcpy(addr.sun_path, ctl->args.socket);
+	fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	if (fd < 0)
+		return -ctl_error(ctl, CTL_FAILED, "socket: %s", strerror(errno));
+	if (connect(fd, (struct sockaddr *)&addr, sizeof(addr))) {
+		int err = errno;
+
+		close(fd);
+		return -connect_error(ctl, err);
+	}
+	return fd;
+}
+
+static int send_request(struct ctl *ctl, int fd, cJSON *request)
+{
+	char *text = cJSON_PrintUnformatted(request);
+	size_t len, done = 0;
+	ssize_t n = 0;
+
+	cJSON_Delete(request);
+	if (!text)
+		return ctl_error(ctl, CTL_FAILED, "out of memory");
+	len = strlen(text);
+	text[len++] = '\n'; /* in place of the NUL */
+	while (done < len && n >= 0) {
+		n = send(fd, text + done, len - done, MSG_NOSIGNAL);
+		done += n > 0 ? (size_t)n : 0;
+	}
+	cJSON_free(text);
+	return n < 0 ? ctl_error(ctl, CTL_NO_DAEMON, "kvmd hung up") : CTL_OK;
+}
+
+/* Waits for bytes. Return: CTL_OK; exit code */
+static int wait_readable(struct ctl *ctl, int fd, u64 deadline_ns)
+{
+	struct pollfd p = {.fd = fd, .events = POLLIN};
+	u64 now;
+	int r;
+
+	do {
+		now = kv_now_ns();
+		if (now >= deadline_ns)
+			return ctl_error(ctl, CTL_TIMEOUT, "no answer within %g s",
+					 ctl->args.timeout_s);
+		r = poll(&p, 1, (int)((deadline_ns - now) / KV_NSEC_PER_MSEC) + 1);
+	} while (r == 0 || (r < 0 && errno == EINTR));
+	return r < 0 ? ctl_error(ctl, CTL_FAILED, "poll: %s", strerror(errno)) : CTL_OK;
+}
+
+/* Reads up to a newline. *ret_text is the caller's. */
+static int read_line(struct ctl *ctl, int fd, char **ret_text)
+{
+	u64 deadline = kv_now_ns() + (u64)(ctl->args.timeout_s * 1e9);
+	size_t used = 0, room = 65536;
+	char *text = malloc(room), *more;
+	ssize_t n;
+	int r = CTL_OK;
+
+	while (text && r == CTL_OK) {
+		if (used + 1 == room) {
+			more = room < REPLY_BYTES_MAX ? realloc(text, room * 2) : NULL;
+			if (!more) {
+				r = ctl_error(ctl, CTL_FAILED, "the reply is too long");
+				break;
+			}
+			text = more;
+			room *= 2;
+		}
+		r = wait_readable(ctl, fd, deadline);
+		if (r)
+			break;
+		n = recv(fd, text + used, room - 1 - used, 0);
+		if (n <= 0) {
+			r = ctl_error(ctl, CTL_NO_DAEMON, "kvmd hung up");
+			break;
+		}
+		used += (size_t)n;
+		if (text[used - 1] == '\n') {
+			text[used - 1] = 0;
+			*ret_text = text;
+			return CTL_OK;
+		}
+	}
+	free(text);
+	return r;
+}
+
+static int exit_of(const struct ctl *ctl, int code)
+{
+	if (code > 0 || code == -EBUSY || code == -ESTALE)
+		return CTL_REFUSED;
+	switch (code) {
+	case -EACCES:
+	case -EPERM:
+		return CTL_DENIED;
+	case -ENOENT:
+		return CTL_NO_OBJECT;
+	case -EINVAL:
+		return strcmp(ctl->verb->name, "reload") ? CTL_USAGE : CTL_FAILED;
+	}
+	return CTL_FAILED;
+}
+
+static int reply_check(struct ctl *ctl, cJSON *reply)
+{
+	const cJSON *ok = cJSON_GetObjectItemCaseSensitive(reply, "ok");
+
+	if (!cJSON_IsObject(reply) || !cJSON_IsBool(ok))
+		return ctl_error(ctl, CTL_FAILED,
+				 "kvmd's reply is not what this kvmctl knows");
+	if (cJSON_IsTrue(ok))
+		return CTL_OK;
+	return ctl_error(ctl, exit_of(ctl, (int)ctl_num(reply, "code")), "%s",
+			 ctl_str(reply, "error"));
+}
+
+int ctl_ask(struct ctl *ctl, cJSON *request, cJSON **ret_reply)
+{
+	char *text = NULL;
+	cJSON *reply;
+	int fd, r;
+
+	fd = connect_admin(ctl);
+	if (fd < 0) {
+		cJSON_Delete(request);
+		return -fd;
+	}
+	r = send_request(ctl, fd, request);
+	if (!r)
+		r = read_line(ctl, fd, &text);
+	close(fd);
+	if (r)
+		return r;
+	reply = cJSON_Parse(text);
+	free(text);
+	r = reply_check(ctl, reply);
+	if (r) {
+		cJSON_Delete(reply);
+		return r;
+	}
+	*ret_reply = reply;
+	return CTL_OK;
+}
+
+int ctl_stream(struct ctl *ctl, cJSON *request,
+	       void (*line)(struct ctl *ctl, const char *text))
+{
+	char *text = NULL;
+	size_t room = 0;
+	ssize_t n;
+	FILE *f;
+	int fd, r;
+
+	fd = connect_admin(ctl);
+	if (fd < 0) {
+		cJSON_Delete(request);
+		return -fd;
+	}
+	r = send_request(ctl, fd, request);
+	f = r ? NULL : fdopen(fd, "r");
+	if (!f) {
+		close(fd);
+		return r ? r : CTL_FAILED;
+	}
+	while ((n = getline(&text, &room, f)) > 0) {
+		if (text[n - 1] == '\n')
+			text[n - 1] = 0;
+		line(ctl, text);
+		fflush(stdout);
+	}
+	free(text);
+	fclose(f);
+	return ctl_error(ctl, CTL_NO_DAEMON, "kvmd hung up");
+}
