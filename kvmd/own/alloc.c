@@ -96,7 +96,8 @@ static int charge_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32
 	/* At the max only what is above it must go; for a promise to others all of it. */
 	if (r == KV_QUOTA)
 		need = acct->used_bytes + need - acct->max_bytes;
-	if (gfp & KV_GFP_WAIT) {
+	if ((gfp & KV_GFP_WAIT) &&
+	    acct->quarantine_bytes + cached_bytes(t, pool->mm) >= need) {
 		tenant_reclaim(t, pool, need - KV_MIN(need, acct->quarantine_bytes));
 		harvest(pool->mm);
 		r = kvd_charge_try(t, pool, nr);
@@ -107,10 +108,11 @@ static int charge_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32
 			       acct->max_bytes;
 	}
 	coming = acct->quarantine_bytes;
-	if ((gfp & KV_GFP_RECLAIM) && coming < need) {
+	if ((gfp & KV_GFP_RECLAIM) && coming < need &&
+	    coming + cached_bytes(t, pool->mm) >= need) {
 		acct->reclaim_debt = KV_MAX(acct->reclaim_debt, need - coming);
 		pool->mm->own_debts = true;
-		coming += KV_MIN(need - coming, cached_bytes(t, pool->mm));
+		coming = need;
 	}
 	if (coming < need)
 		return r;
@@ -151,8 +153,10 @@ static int room_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 g
 			return 0;
 	}
 	if (gfp & KV_GFP_WAIT) {
+		/* Nothing is evicted for a request that cannot be served even so. */
 		coming = kvd_pool_nr_free(pool) + pool->nr[KVD_QUARANTINE];
-		if (coming < nr)
+		if (coming < nr &&
+		    coming + kvd_reclaim_available(pool, s->tenant->index) >= nr)
 			kvd_reclaim_pool(pool, s->tenant->index, nr - coming, false);
 		harvest(pool->mm);
 		if (kvd_pool_nr_free(pool) >= nr)
@@ -162,12 +166,12 @@ static int room_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 g
 	coming = pool->nr[KVD_QUARANTINE];
 	pool->starved = true;
 	if ((gfp & KV_GFP_RECLAIM) && coming < lacking) {
-		u32 cached = kvd_reclaim_available(pool, s->tenant->index);
-
-		kvd_reclaim_wake(pool, KV_MIN(lacking - coming, cached));
-		coming += KV_MIN(lacking - coming, cached);
-		if (coming < lacking && kvd_reclaim_extents(pool))
+		if (coming + kvd_reclaim_available(pool, s->tenant->index) >= lacking) {
+			kvd_reclaim_wake(pool, lacking - coming);
+			coming = lacking;
+		} else if (kvd_reclaim_extents(pool)) {
 			r = KV_PENDING;
+		}
 	}
 	if (coming < lacking && r != KV_PENDING)
 		return KV_FULL;
