@@ -207,21 +207,20 @@ static int find_experts(struct eng_loader *l, u32 layer, struct eng_source *s,
 	return 0;
 }
 
+/* Matrix @n of find_experts()' list to its place. */
 static int put_expert(const struct eng_source *s, const struct kvk_experts *e,
-		      const u64 bytes[4], u32 x)
+		      const u64 bytes[4], u32 n)
 {
-	u64 half13 = bytes[0] / e->nr_experts / 2, halfs13 = bytes[2] / e->nr_experts / 2;
-	int r = 0;
+	u32 x = n / 3, part = n % 3, nr = e->nr_experts;
 
-	for (u32 i = 0; i < 2 && !r; i++)
-		r = eng_source_put(&s[i], e->dtype, e->group,
-				   eng_writable(e->w13, (2 * (u64)x + i) * half13),
-				   eng_writable(e->s13, (2 * (u64)x + i) * halfs13));
-	return r
-		       ?: eng_source_put(
-				  &s[2], e->dtype, e->group,
-				  eng_writable(e->w2, x * (bytes[1] / e->nr_experts)),
-				  eng_writable(e->s2, x * (bytes[3] / e->nr_experts)));
+	if (part == 2)
+		return eng_source_put(s, e->dtype, e->group,
+				      eng_writable(e->w2, x * (bytes[1] / nr)),
+				      eng_writable(e->s2, x * (bytes[3] / nr)));
+	return eng_source_put(
+		s, e->dtype, e->group,
+		eng_writable(e->w13, (2 * (u64)x + part) * (bytes[0] / nr / 2)),
+		eng_writable(e->s13, (2 * (u64)x + part) * (bytes[2] / nr / 2)));
 }
 
 static int load_experts(struct eng_loader *l, u32 layer, struct kvk_experts *e)
@@ -251,26 +250,19 @@ static int load_experts(struct eng_loader *l, u32 layer, struct kvk_experts *e)
 	if (r)
 		goto free_s;
 #pragma omp parallel for schedule(dynamic)
-	for (u32 x = 0; x < e->nr_experts; x++) {
-		int rx = put_expert(s + (size_t)x * 3, e, bytes, x);
+	for (u32 n = 0; n < e->nr_experts * 3; n++) {
+		int rn = put_expert(&s[n], e, bytes, n);
 
-		if (rx) {
+		if (rn) {
 #pragma omp critical(load_experts_failed)
 			{
-				failed = KV_MIN(failed, x);
-				code = rx;
+				failed = KV_MIN(failed, n);
+				code = rn;
 			}
 		}
 	}
 	if (code)
-		r = code == -EDOM
-			    ? eng_refuse(
-				      l->err, -EINVAL,
-				      "%s: expert %u of layer %u (%.150s) has values that "
-				      "are infinite or NaN",
-				      s[failed * 3].file, failed, layer,
-				      s[failed * 3].name)
-			    : eng_load_no_memory(l, "experts");
+		r = eng_load_put_failed(l, &s[failed], code);
 free_s:
 	free(s);
 	return r;

@@ -20,7 +20,8 @@
 #define CANDIDATE_FIRST	  5.0f
 #define CANDIDATE_STEP	  0.2f
 #define ROUND_MAGIC	  12582912.0f /* 1.5 * 2^23: adding it leaves no fraction bits */
-#define SCALE_MIN	  0x1p-126f   /* below this bf16 scales lose bits */
+#define SCALE_MIN	  0x1p-126f   /* below this f32 scales lose bits */
+#define GROUP_ZERO	  0x1p-100f   /* a group below this is zero */
 #define INT4_ABSMAX_SCALE 7.0f
 
 /* Nearest code, ties to even; branch-free so that the loops around it vectorise. */
@@ -45,11 +46,10 @@ static float group_error(const float *x, u32 group, float scale)
 	return sum;
 }
 
-/* A positive scale as it will be stored. */
+/* A scale as it will be stored. */
 static float stored_scale(float s)
 {
-	s = kvk_bf16_to_f32(kvk_f32_to_bf16(s));
-	return s < SCALE_MIN ? SCALE_MIN : s;
+	return kvk_bf16_to_f32(kvk_f32_to_bf16(s));
 }
 
 /* The best scale for the codes that @scale gives. */
@@ -75,13 +75,11 @@ static float group_amax(const float *x, u32 group)
 	return amax;
 }
 
-static float search_scale(const float *x, u32 group, float *ret_error)
+/* The scale for a group whose largest value is in [1, 2). */
+static float search_scale(const float *x, u32 group)
 {
 	float amax = group_amax(x, group), best = 1.0f, best_error = INFINITY;
 
-	*ret_error = 0;
-	if (amax == 0)
-		return 1.0f;
 	for (u32 c = 0; c < NR_CANDIDATES; c++) {
 		float s = stored_scale(amax /
 				       (CANDIDATE_FIRST + CANDIDATE_STEP * (float)c));
@@ -98,8 +96,57 @@ static float search_scale(const float *x, u32 group, float *ret_error)
 			best_error = e_refit;
 		}
 	}
-	*ret_error = best_error;
 	return best;
+}
+
+/*
+ * The group times a power of two, so that its largest value is in [1, 2): exact, and
+ * squares neither overflow nor vanish whatever the magnitude. Return: the exponent taken
+ * out; for a group that is as good as zero INT32_MIN.
+ */
+static s32 normalise(const float *x, u32 group, float *ret)
+{
+	float amax = group_amax(x, group), first, second;
+	s32 e;
+
+	if (amax < GROUP_ZERO)
+		return INT32_MIN;
+	frexpf(amax, &e);
+	e--;
+	/* 2^-e itself may be out of range */
+	first = ldexpf(1.0f, -e / 2);
+	second = ldexpf(1.0f, -e - -e / 2);
+	for (u32 i = 0; i < group; i++)
+		ret[i] = x[i] * first * second;
+	return e;
+}
+
+static double group_energy(const float *x, u32 group)
+{
+	double sum = 0;
+
+	for (u32 i = 0; i < group; i++)
+		sum += (double)x[i] * (double)x[i];
+	return sum;
+}
+
+/* Codes and scale of one group. Return: squared error. */
+static double quant_group(const float *x, u32 group, s8 *ret_q, u16 *ret_scale)
+{
+	float norm[GROUP_MAX], scale, inv;
+	s32 e = normalise(x, group, norm);
+
+	if (e == INT32_MIN) {
+		memset(ret_q, 0, group);
+		*ret_scale = kvk_f32_to_bf16(1.0f);
+		return group_energy(x, group);
+	}
+	scale = search_scale(norm, group);
+	inv = 1.0f / scale;
+	for (u32 i = 0; i < group; i++)
+		ret_q[i] = (s8)int4_code(norm[i], inv);
+	*ret_scale = kvk_f32_to_bf16(ldexpf(scale, e));
+	return ldexp((double)group_error(norm, group, scale), 2 * e);
 }
 
 double eng_quant_int4_row(const float *x, u32 cols, u32 group, u32 *ret_words,
@@ -109,13 +156,7 @@ double eng_quant_int4_row(const float *x, u32 cols, u32 group, u32 *ret_words,
 	s8 q[GROUP_MAX];
 
 	for (u32 g = 0; g < cols / group; g++) {
-		const float *xg = x + (size_t)g * group;
-		float e, scale = search_scale(xg, group, &e), inv = 1.0f / scale;
-
-		error += (double)e;
-		ret_scales[g] = kvk_f32_to_bf16(scale);
-		for (u32 i = 0; i < group; i++)
-			q[i] = (s8)int4_code(xg[i], inv);
+		error += quant_group(x + (size_t)g * group, group, q, &ret_scales[g]);
 		for (u32 i = 0; i < group; i += KVK_INT4_PER_WORD)
 			*ret_words++ = kvk_int4_pack8(q + i);
 	}
@@ -124,15 +165,20 @@ double eng_quant_int4_row(const float *x, u32 cols, u32 group, u32 *ret_words,
 
 double eng_quant_int4_absmax(const float *x, u32 cols, u32 group)
 {
+	float norm[GROUP_MAX];
 	double error = 0;
 
 	for (u32 g = 0; g < cols / group; g++) {
-		float amax = group_amax(x + (size_t)g * group, group);
+		const float *xg = x + (size_t)g * group;
+		s32 e = normalise(xg, group, norm);
+		float s;
 
-		if (amax > 0)
-			error += (double)group_error(
-				x + (size_t)g * group, group,
-				stored_scale(amax / INT4_ABSMAX_SCALE));
+		if (e == INT32_MIN) {
+			error += group_energy(xg, group);
+			continue;
+		}
+		s = stored_scale(group_amax(norm, group) / INT4_ABSMAX_SCALE);
+		error += ldexp((double)group_error(norm, group, s), 2 * e);
 	}
 	return error;
 }

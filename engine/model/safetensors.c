@@ -328,7 +328,7 @@ close_fd:
 }
 
 /* After all files: sort by name, a name in two files is refused. */
-static int finish(struct eng_tensors *ts, struct eng_err *err)
+static int finish(struct eng_tensors *ts, const char *path, struct eng_err *err)
 {
 	qsort(ts->list, ts->nr, sizeof(*ts->list), by_name);
 	for (size_t i = 1; i < ts->nr; i++)
@@ -337,7 +337,8 @@ static int finish(struct eng_tensors *ts, struct eng_err *err)
 				err, -EINVAL, "%s: tensor %.200s is also in %.150s",
 				ts->list[i].file, ts->list[i].name, ts->list[i - 1].file);
 	ts->used = calloc(ts->nr + 1, 1);
-	return ts->used ? 0 : eng_refuse(err, -ENOMEM, "out of memory");
+	ts->path = strdup(path);
+	return ts->used && ts->path ? 0 : eng_refuse(err, -ENOMEM, "out of memory");
 }
 
 int eng_shard_open(const char *path, struct eng_tensors *ret, struct eng_err *err)
@@ -349,7 +350,7 @@ int eng_shard_open(const char *path, struct eng_tensors *ret, struct eng_err *er
 	if (!ts.shards)
 		return eng_refuse(err, -ENOMEM, "%s: out of memory", path);
 	r = shard_add(&ts, path, err);
-	r = r ?: finish(&ts, err);
+	r = r ?: finish(&ts, path, err);
 	if (r)
 		eng_tensors_close(&ts);
 	else
@@ -481,7 +482,7 @@ static int open_index(const char *dir, const char *path, struct eng_tensors *ts,
 			r = eng_refuse(err, -ENAMETOOLONG, "%s: path too long", path);
 		r = r ?: shard_add(ts, shard, err);
 	}
-	r = r ?: finish(ts, err);
+	r = r ?: finish(ts, path, err);
 	r = r ?: index_compare(path, map, ts, err);
 free_files:
 	free(files);
@@ -526,6 +527,7 @@ void eng_tensors_close(struct eng_tensors *ts)
 	free(ts->list);
 	free(ts->shards);
 	free(ts->used);
+	free(ts->path);
 	*ts = (struct eng_tensors){0};
 }
 

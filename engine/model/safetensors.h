@@ -50,11 +50,13 @@ struct eng_shard;
 
 /**
  * struct eng_tensors - all tensors of a directory, sorted by name
+ * @path: the index or single file, for messages about what is not there
  * @shards, @nr_shards: owner of mappings and file names
  * @list, @nr: the tensors
  * @used: [nr] set by whoever takes a tensor; what stays clear was expected by nobody
  */
 struct eng_tensors {
+	char *path;
 	struct eng_shard *shards;
 	u32 nr_shards;
 	struct eng_tensor *list;

@@ -37,8 +37,8 @@ static int find_part(struct eng_tensors *ts, const char *base, const char *suffi
 	snprintf(name, sizeof(name), "%s.%s", base, suffix);
 	*ret = eng_tensors_use(ts, name);
 	if (!*ret)
-		return eng_refuse(err, -EINVAL, "%s: tensor %s is missing",
-				  ts->nr ? ts->list[0].file : "model", name);
+		return eng_refuse(err, -EINVAL, "%s: tensor %s is missing", ts->path,
+				  name);
 	return 0;
 }
 

@@ -59,16 +59,21 @@ int eng_load_dtype(const struct eng_loader *l, enum eng_weight_class cls,
 	return eng_source_put_check(s, *ret_dtype, *ret_group, l->err);
 }
 
+int eng_load_put_failed(struct eng_loader *l, const struct eng_source *s, int code)
+{
+	if (code == -EDOM)
+		return eng_refuse(l->err, -EINVAL,
+				  "%s: tensor %.200s has values that are infinite or NaN",
+				  s->file, s->name);
+	return eng_load_no_memory(l, s->name);
+}
+
 static int put(struct eng_loader *l, const struct eng_source *s, u32 dtype, u32 group,
 	       void *data, void *scales)
 {
 	int r = l->check_only ? 0 : eng_source_put(s, dtype, group, data, scales);
 
-	if (r == -EDOM)
-		return eng_refuse(l->err, -EINVAL,
-				  "%s: tensor %.200s has values that are infinite or NaN",
-				  s->file, s->name);
-	return r ? eng_load_no_memory(l, s->name) : 0;
+	return r ? eng_load_put_failed(l, s, r) : 0;
 }
 
 /* Reserves the arrays of @w, whose dimensions and dtype are set. */
@@ -167,8 +172,8 @@ int eng_load_vector(struct eng_loader *l, struct eng_wname name, u32 n, const fl
 	float *v;
 
 	if (!t)
-		return eng_refuse(l->err, -EINVAL, "%s: tensor %s is missing",
-				  l->ts.nr ? l->ts.list[0].file : "model", name.text);
+		return eng_refuse(l->err, -EINVAL, "%s: tensor %s is missing", l->ts.path,
+				  name.text);
 	if ((t->dtype != ENG_ST_BF16 && t->dtype != ENG_ST_F32) ||
 	    !(is_single(t) ? n == 1 : t->nr_dims == 1 && t->shape[0] == n))
 		return eng_refuse(l->err, -EINVAL,

@@ -49,6 +49,9 @@ eng_wname(const struct eng_loader *l, const char *fmt, ...);
 
 int eng_load_no_memory(struct eng_loader *l, const char *name);
 
+/** eng_load_put_failed() - refuses @s because eng_source_put() gave @code */
+int eng_load_put_failed(struct eng_loader *l, const struct eng_source *s, int code);
+
 /** eng_load_find() - the matrix @name with this shape */
 int eng_load_find(struct eng_loader *l, const char *name, u32 rows, u32 cols,
 		  struct eng_source *ret);
