@@ -1,0 +1,254 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* common.c - see common.h. */
+#include "tests/kvt.h"
+#include "tests/e2e/common.h"
+
+#include <cjson/cJSON.h>
+#include <limits.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include "engine/openmp.h"
+
+/* Tests, kvmd and engines share two cores: nobody spins. */
+__attribute__((constructor)) static void omp_passive(int argc, char **argv, char **envp)
+{
+	eng_openmp_passive(argv);
+}
+
+const char *rig_models_dir(void)
+{
+	static char dir[PATH_MAX];
+	char exe[PATH_MAX];
+	ssize_t n;
+
+	if (!access("tests/models/tiny-k2/config.json", R_OK))
+		return "tests/models";
+	n = readlink("/proc/self/exe", exe, sizeof(exe) - 1);
+	exe[n < 0 ? 0 : n] = 0;
+	for (int i = 0; i < 6; i++) {
+		char *slash = strrchr(exe, '/');
+
+		if (!slash)
+			break;
+		*slash = 0;
+		if (snprintf(dir, sizeof(dir), "%.4000s/tests/models", exe) > 0 &&
+		    !access(dir, R_OK))
+			return dir;
+	}
+	KVT_FAIL("tests/models not found");
+}
+
+void rig_kvmd(struct rig *rig, const char *const *args)
+{
+	char error[512];
+	int rc;
+
+	memset(rig, 0, sizeof(*rig));
+	rc = eng_private_kvmd_start(args, &rig->kvmd, error, sizeof(error));
+	if (rc)
+		KVT_FAIL("kvmd: %s", error);
+}
+
+void rig_model(struct rig *rig, const char *name, u32 weights)
+{
+	struct eng_model_options opt = {.weights = weights};
+	struct eng_err err;
+
+	snprintf(rig->dir, sizeof(rig->dir), "%s/%s", rig_models_dir(), name);
+	if (eng_model_load(rig->dir, &opt, &rig->m, &err))
+		KVT_FAIL("%s: %s", rig->dir, err.text);
+}
+
+struct eng_engine *rig_engine(struct rig *rig, const struct eng_options *opt)
+{
+	struct eng_options o = {.size_bytes = sizeof(o), .kv = ENG_KV_FP8};
+	struct eng_engine *e = NULL;
+	struct eng_err err;
+
+	if (opt)
+		o = *opt;
+	o.size_bytes = sizeof(o);
+	o.socket_path = rig->kvmd.socket_path;
+	if (eng_engine_create(rig->m, &o, &e, &err))
+		KVT_FAIL("engine: %s", err.text);
+	return e;
+}
+
+void rig_close(struct rig *rig)
+{
+	if (rig->m)
+		eng_model_free(rig->m);
+	KVT_EXPECT_EQ(eng_private_kvmd_stop(&rig->kvmd), 0);
+}
+
+struct cJSON *rig_json(const char *name)
+{
+	char path[PATH_MAX], *text;
+	cJSON *o;
+	long size;
+	FILE *f;
+
+	snprintf(path, sizeof(path), "%.3000s/%s", rig_models_dir(), name);
+	f = fopen(path, "rb");
+	if (!f)
+		KVT_FAIL("%s: %s", path, strerror(errno));
+	fseek(f, 0, SEEK_END);
+	size = ftell(f);
+	rewind(f);
+	text = malloc((size_t)size + 1);
+	KVT_EXPECT(text && fread(text, 1, (size_t)size, f) == (size_t)size);
+	text[size] = 0;
+	fclose(f);
+	o = cJSON_Parse(text);
+	free(text);
+	if (!o)
+		KVT_FAIL("%s: not JSON", path);
+	return o;
+}
+
+void rig_prompt(u32 seed, u32 *ret_ids, u32 nr)
+{
+	static u32 *ids;
+	static u32 nr_ids;
+
+	if (!ids) {
+		cJSON *all = rig_json("heldout_ids.json"), *v;
+
+		ids = calloc((size_t)cJSON_GetArraySize(all), sizeof(*ids));
+		KVT_EXPECT(ids);
+		cJSON_ArrayForEach(v, all) ids[nr_ids++] = (u32)v->valuedouble;
+		cJSON_Delete(all);
+	}
+	KVT_EXPECT(nr < 1700 && (seed + 1) * 1700 < nr_ids);
+	for (u32 i = 0; i < nr; i++)
+		ret_ids[i] = ids[seed * 1700 + i];
+}
+
+static u64 hash_bytes(const void *p, size_t n)
+{
+	const u8 *b = p;
+	u64 h = 14695981039346656037ull;
+
+	for (size_t i = 0; i < n; i++)
+		h = (h ^ b[i]) * 1099511628211ull;
+	return h;
+}
+
+static void trace_token(void *arg, struct eng_request *r, u32 token, float logprob)
+{
+	struct trace *t = arg;
+	struct eng_result res;
+
+	eng_request_result(r, &res);
+	KVT_EXPECT(t->nr < RIG_TOKENS_MAX && res.logits);
+	t->tokens[t->nr] = token;
+	t->hashes[t->nr++] = hash_bytes(res.logits, t->vocab * sizeof(float));
+}
+
+static void trace_done(void *arg, struct eng_request *r)
+{
+	struct trace *t = arg;
+
+	KVT_EXPECT(!t->done);
+	eng_request_result(r, &t->res);
+	t->done = true;
+}
+
+struct eng_request *trace_submit(struct eng_engine *e, struct trace *t, const u32 *prompt,
+				 u32 nr_prompt, u32 max_tokens, bool no_prefix)
+{
+	struct eng_params p = {
+		.prompt = prompt,
+		.nr_prompt = nr_prompt,
+		.max_tokens = max_tokens,
+		.ignore_eos = true,
+		.no_prefix = no_prefix,
+		.keep_logits = true,
+		.on_token = trace_token,
+		.on_done = trace_done,
+		.arg = t,
+	};
+	struct eng_request *r = NULL;
+	struct eng_err err;
+
+	memset(t, 0, sizeof(*t));
+	t->vocab = 4096;
+	if (eng_request_submit(e, &p, &r, &err))
+		KVT_FAIL("submit: %s", err.text);
+	return r;
+}
+
+void trace_expect_equal(const struct trace *a, const struct trace *b, const char *what)
+{
+	if (a->nr != b->nr)
+		KVT_FAIL("%s: %u tokens against %u", what, a->nr, b->nr);
+	for (u32 i = 0; i < a->nr; i++) {
+		if (a->tokens[i] != b->tokens[i] || a->hashes[i] != b->hashes[i])
+			KVT_FAIL(
+				"%s: token %u differs: %u (%016llx) against %u (%016llx)",
+				what, i, a->tokens[i], (unsigned long long)a->hashes[i],
+				b->tokens[i], (unsigned long long)b->hashes[i]);
+	}
+}
+
+static void turn(struct eng_engine *e)
+{
+	int rc = eng_engine_turn(e);
+
+	if (rc < 0)
+		KVT_FAIL("engine: %s", strerror(-rc));
+	if (rc == 0)
+		eng_engine_wait(e, 10);
+}
+
+void rig_turns(struct eng_engine *e, struct eng_request *r, u32 nr_tokens)
+{
+	struct eng_result res;
+
+	for (;;) {
+		eng_request_result(r, &res);
+		if (res.state == ENG_DONE || res.nr_tokens >= nr_tokens)
+			return;
+		turn(e);
+	}
+}
+
+void rig_run(struct eng_engine *e)
+{
+	int rc = eng_engine_run(e);
+
+	if (rc)
+		KVT_FAIL("engine: %s", strerror(-rc));
+}
+
+struct cJSON *rig_admin(struct rig *rig, const char *request)
+{
+	struct sockaddr_un a = {.sun_family = AF_UNIX};
+	size_t n = 0, cap = 1u << 20;
+	char *buf = malloc(cap);
+	cJSON *o;
+	int fd;
+
+	KVT_EXPECT(buf);
+	snprintf(a.sun_path, sizeof(a.sun_path), "%s", rig->kvmd.admin_path);
+	fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	if (fd < 0 || connect(fd, (struct sockaddr *)&a, sizeof(a)))
+		KVT_FAIL("admin socket: %s", strerror(errno));
+	KVT_EXPECT(dprintf(fd, "%s\n", request) > 0);
+	while (n < cap - 1 && (n == 0 || buf[n - 1] != '\n')) {
+		ssize_t r = read(fd, buf + n, cap - 1 - n);
+
+		if (r <= 0)
+			break;
+		n += (size_t)r;
+	}
+	buf[n] = 0;
+	close(fd);
+	o = cJSON_Parse(buf);
+	if (!o || !cJSON_IsTrue(cJSON_GetObjectItem(o, "ok")))
+		KVT_FAIL("admin %s: %.500s", request, buf);
+	free(buf);
+	return o;
+}
