@@ -101,6 +101,7 @@ $(O)/libkvclient.so: $(objs-libkvclient) libkvclient/kvclient.map
 	$(call say,LD,$@)
 	$(Q)$(CC) -shared $(LDFLAGS) -Wl,-soname,libkvclient.so.1 \
 		-Wl,--version-script=libkvclient/kvclient.map -o $@ $(filter %.o,$^)
+	$(Q)ln -sf libkvclient.so $@.1
 
 define link
 	$(call say,LD,$@)
