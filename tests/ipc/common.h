@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * common.h - tests against a real kvmd: start one, connect, look into it, speak raw
+ * messages.
+ *
+ * Everything fails the case with a message (KVT_FAIL) instead of returning an error.
+ */
+#ifndef TESTS_IPC_COMMON_H
+#define TESTS_IPC_COMMON_H
+
+#include "kvclient.h"
+#include "base/clock.h"
+#include "base/util.h"
+#include "engine/private.h"
+#include "tests/kvt.h"
+
+/**
+ * ipc_start() - a private kvmd for this case
+ * @args: more arguments, NULL-terminated, or NULL
+ *
+ * Without "--host-bytes" among @args the host backend gets 256 MiB.
+ */
+void ipc_start(struct eng_private_kvmd *d, const char *const *args);
+
+/** ipc_stop() - stop it; it must end with status 0 and an audit without errors */
+void ipc_stop(struct eng_private_kvmd *d);
+
+/** ipc_show_log() - the daemon's log as notes */
+void ipc_show_log(const struct eng_private_kvmd *d);
+
+struct kvc *ipc_connect(const struct eng_private_kvmd *d);
+
+/** ipc_layout() - a small GQA FP8 layout: 4 layers, 2 kv heads of 64 */
+struct kv_layout ipc_layout(void);
+struct kvc_pool *ipc_pool(struct kvc *c);
+
+/** ipc_admin() - one request to the admin socket; @ret is the reply's text, malloc'ed */
+char *ipc_admin(const struct eng_private_kvmd *d, const char *request);
+
+/** ipc_child() - fork a process that runs @fn before it connects; it exits with its
+ * result */
+pid_t ipc_child(int (*fn)(void *arg), void *arg);
+int ipc_wait(pid_t pid);
+
+/* ------------------------------------------------------------------------ raw
+ * connections */
+
+/**
+ * struct ipc_raw - a client that says what it likes
+ * @fds: of the last message: HELLO's ring, sq, cq, session; POOL_REPLY's table
+ */
+struct ipc_raw {
+	int sock;
+	u32 sequence;
+	int fds[250];
+	u32 nr_fds;
+	union {
+		struct kv_msg msg;
+		struct kv_msg_hello_reply hello;
+		struct kv_msg_pool_reply pool;
+		struct kv_msg_extents extents;
+		struct kv_msg_error error;
+		u64 words[KV_MSG_BYTES_MAX / 8];
+	} in;
+	u64 client_id;
+	struct kv_ring_hdr *ring;
+	struct kv_session_page *session;
+	u32 sq_tail, cq_head;
+	int sq_efd, cq_efd;
+	u32 pool_id;
+};
+
+int raw_connect(const struct eng_private_kvmd *d);
+struct kv_msg_hello raw_hello_msg(void);
+void raw_send(struct ipc_raw *r, const void *msg, size_t bytes, const int *fds,
+	      u32 nr_fds);
+
+/** raw_recv() - next message. Return: its type; 0 = kvmd hung up; -1 = nothing for @ms */
+int raw_recv(struct ipc_raw *r, int ms);
+
+/** raw_open() - connect, HELLO, map ring and session page, open the small pool */
+void raw_open(struct ipc_raw *r, const struct eng_private_kvmd *d);
+void raw_close(struct ipc_raw *r);
+void *raw_arg(struct ipc_raw *r, u32 off);
+
+/** raw_sqe() - a request that is right: nonce, pool; the test changes what it wants */
+struct kv_sqe raw_sqe(struct ipc_raw *r, u8 opcode);
+void raw_push(struct ipc_raw *r, struct kv_sqe sqe);
+void raw_kick(struct ipc_raw *r);
+
+/** raw_pop() - next completion. Return: 0; -1 = none for @ms; -2 = kvmd hung up */
+int raw_pop(struct ipc_raw *r, struct kv_cqe *ret, int ms);
+struct kv_cqe raw_call(struct ipc_raw *r, struct kv_sqe sqe);
+
+#define expect_within(cond, ms)                              \
+	do {                                                 \
+		for (int i_ = 0; !(cond) && i_ < (ms); i_++) \
+			usleep(1000);                        \
+		KVT_EXPECT(cond);                            \
+	} while (0)
+
+#endif
