@@ -55,20 +55,6 @@ static void tenant_reclaim(struct kvd_tenant *t, struct kvd_pool *pool, u64 byte
 	}
 }
 
-static u64 cached_bytes(const struct kvd_tenant *t, const struct kvd_mm *mm)
-{
-	u64 bytes = 0;
-
-	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
-		const struct kvd_pool *pool = mm->pools[i];
-
-		if (pool && pool->domain_id == t->account.domain_id)
-			bytes += (u64)kvd_lru_nr(&pool->lru[t->account.slot]) *
-				 pool->geo.stride_bytes;
-	}
-	return bytes;
-}
-
 /*
  * The tenant is at its max (KV_QUOTA), or what is left is promised to others (KV_FULL).
  * Only its own pages can help: those in quarantine, in stock, and CACHED ones.
@@ -97,7 +83,7 @@ static int charge_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32
 	if (r == KV_QUOTA)
 		need = acct->used_bytes + need - acct->max_bytes;
 	if ((gfp & KV_GFP_WAIT) &&
-	    acct->quarantine_bytes + cached_bytes(t, pool->mm) >= need) {
+	    acct->quarantine_bytes + kvd_charge_cached(s->core, t) >= need) {
 		tenant_reclaim(t, pool, need - KV_MIN(need, acct->quarantine_bytes));
 		harvest(pool->mm);
 		r = kvd_charge_try(t, pool, nr);
@@ -109,7 +95,7 @@ static int charge_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32
 	}
 	coming = acct->quarantine_bytes;
 	if ((gfp & KV_GFP_RECLAIM) && coming < need &&
-	    coming + cached_bytes(t, pool->mm) >= need) {
+	    coming + kvd_charge_cached(s->core, t) >= need) {
 		acct->reclaim_debt = KV_MAX(acct->reclaim_debt, need - coming);
 		pool->mm->own_debts = true;
 		coming = need;

@@ -8,11 +8,35 @@
 #include "base/mutant.h"
 #include "kvmd/own/core.h"
 
+u64 kvd_charge_cached(const struct kvd_core *core, const struct kvd_tenant *t)
+{
+	u64 bytes = 0;
+
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		const struct kvd_pool *pool = core->mm.pools[i];
+
+		if (pool && pool->domain_id == t->account.domain_id)
+			bytes += (u64)kvd_lru_nr(&pool->lru[t->account.slot]) *
+				 pool->geo.stride_bytes;
+	}
+	return bytes;
+}
+
+/* CACHED pages that others may have: they bring the tenant no lower than its min. */
+static u64 spare_cached(const struct kvd_core *core, const struct kvd_tenant *t)
+{
+	u64 used = t->account.used_bytes;
+	u64 above = used - KV_MIN(used, t->account.min_bytes);
+
+	return KV_MIN(above, kvd_charge_cached(core, t));
+}
+
 /*
- * What @domain could have in all, less what its other tenants are still promised. An
+ * Tenants of the domain that are below their min must still find their memory after this
+ * charge: in what the domain can have, less what is used, plus caches that may be taken.
+ * Other domains' promises are kept where extents are made (kvd_domain_may_grow()). An
  * extent that lies in another pool of the domain counts although its free pages have
- * another size; min is a promise about bytes, and growing one pool never takes what
- * another domain is promised.
+ * another size: min is about bytes.
  */
 static bool promises_kept(const struct kvd_core *core, const struct kvd_tenant *tenant,
 			  u64 bytes)
@@ -20,20 +44,24 @@ static bool promises_kept(const struct kvd_core *core, const struct kvd_tenant *
 	const struct kvd_domain *domain = tenant->domain;
 	s64 room = (s64)core->mm.limits.capacity_bytes - (s64)core->mm.extent_bytes_used;
 	const struct kvd_tenant *t;
+	u64 unmet = 0;
 
+	list_for_each_entry (t, &domain->tenants, node) {
+		u64 used = t->account.used_bytes;
+
+		if (t != tenant)
+			unmet +=
+				t->account.min_bytes - KV_MIN(used, t->account.min_bytes);
+		room += (s64)spare_cached(core, t) - (s64)used;
+	}
+	if (!unmet)
+		return true;
 	room += (s64)domain->extent_bytes;
 	for (u32 i = 0; i < KVD_DOMAINS_MAX; i++) {
 		if (core->domains[i] && core->domains[i] != domain)
 			room -= (s64)kvd_domain_unmet_min(core, core->domains[i]);
 	}
-	list_for_each_entry (t, &domain->tenants, node) {
-		u64 used = t->account.used_bytes;
-
-		if (t != tenant)
-			used = KV_MAX(used, t->account.min_bytes);
-		room -= (s64)used;
-	}
-	return room >= (s64)bytes;
+	return room >= (s64)(bytes + unmet);
 }
 
 int kvd_charge_try(struct kvd_tenant *tenant, struct kvd_pool *pool, u32 nr)

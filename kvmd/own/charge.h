@@ -10,6 +10,7 @@
 
 #include "kvmd/mm/pool.h"
 
+struct kvd_core;
 struct kvd_tenant;
 
 /**
@@ -19,6 +20,9 @@ struct kvd_tenant;
  *that are below their min.
  */
 int kvd_charge_try(struct kvd_tenant *tenant, struct kvd_pool *pool, u32 nr);
+
+/** kvd_charge_cached() - bytes of CACHED pages that @t pays for */
+u64 kvd_charge_cached(const struct kvd_core *core, const struct kvd_tenant *t);
 
 /** kvd_charge_drop() - give back @nr pages' worth */
 void kvd_charge_drop(struct kvd_tenant *tenant, struct kvd_pool *pool, u32 nr);
