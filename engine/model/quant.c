@@ -133,7 +133,7 @@ static double group_energy(const float *x, u32 group)
 /* Codes and scale of one group. Return: squared error. */
 static double quant_group(const float *x, u32 group, s8 *ret_q, u16 *ret_scale)
 {
-	float norm[GROUP_MAX], scale, inv;
+	float norm[GROUP_MAX], scale;
 	s32 e = normalise(x, group, norm);
 
 	if (e == INT32_MIN) {
@@ -142,9 +142,10 @@ static double quant_group(const float *x, u32 group, s8 *ret_q, u16 *ret_scale)
 		return group_energy(x, group);
 	}
 	scale = search_scale(norm, group);
-	inv = 1.0f / scale;
+	/* divided, not multiplied by a rounded inverse: any reader's round(x / scale)
+	 * agrees */
 	for (u32 i = 0; i < group; i++)
-		ret_q[i] = (s8)int4_code(norm[i], inv);
+		ret_q[i] = (s8)int4_code(norm[i] / scale, 1.0f);
 	*ret_scale = kvk_f32_to_bf16(ldexpf(scale, e));
 	return ldexp((double)group_error(norm, group, scale), 2 * e);
 }
