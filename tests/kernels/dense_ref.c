@@ -469,6 +469,54 @@ KVT_TEST(every_instruction_set_of_this_cpu)
 	KVT_EXPECT(nr >= 1);
 }
 
+/* Rows that see different numbers of tokens, together and alone: the same bits, and
+ * float64. */
+KVT_TEST(mix_blocks_agree_in_every_instruction_set)
+{
+	static const u32 n[4] = {64, 3, 0, 41};
+	static float p[4 * 64], v[64 * 192], o[4 * 128], alone[4 * 128], old[4 * 128];
+
+	rng.state = kvt_rand64();
+	kvt_rng_fill(&rng, p, 4 * 64, 1);
+	kvt_rng_fill(&rng, v, 64 * 192, 1);
+	kvt_rng_fill(&rng, old, 4 * 128, 1);
+	for (u32 i = 0; i < 3; i++) {
+		const struct kvk_simd *s = kvk_simd_at(i);
+		struct kvk_mix m = {.o = o,
+				    .p = p,
+				    .v = v,
+				    .o_stride = 128,
+				    .v_stride = 192,
+				    .dim = 128,
+				    .alpha = {0.5f, 0, 0.25f, 1}};
+
+		if (!s)
+			continue;
+		memcpy(o, old, sizeof(o));
+		memcpy(alone, old, sizeof(o));
+		memcpy(m.n, n, sizeof(n));
+		s->mix(&m);
+		m.o = alone;
+		for (u32 r = 0; r < 4; r++) {
+			memset(m.n, 0, sizeof(m.n));
+			m.n[r] = n[r];
+			s->mix(&m);
+		}
+		KVT_EXPECT(!memcmp(o, alone, sizeof(o)));
+		KVT_EXPECT(!memcmp(o + 2 * 128, old + 2 * 128, 128 * sizeof(float)));
+		for (u32 at = 0; at < 4 * 128; at++) {
+			double want = old[at] * m.alpha[at / 128];
+
+			if (at / 128 == 2)
+				continue;
+			for (u32 j = 0; j < n[at / 128]; j++)
+				want += (double)p[at / 128 * 64 + j] *
+					v[j * 192 + at % 128];
+			KVT_EXPECT_LE(fabs(want - o[at]), 2e-5);
+		}
+	}
+}
+
 /* Register blocks of a variant must give the same bits for any number of tokens. */
 KVT_TEST(gemm_blocks_agree_in_every_instruction_set)
 {

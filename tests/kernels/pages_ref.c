@@ -510,6 +510,31 @@ KVT_TEST(move_refuses_what_does_not_fit)
 	move_fini(&m);
 }
 
+/* O49: equal byte counts, other planes. Bytes of one are never taken for the other. */
+KVT_TEST(o49_layouts_that_look_the_same)
+{
+	struct kv_layout two = kvt_layout_gqa(KV_DTYPE_BF16, KV_SCALE_NONE, 1, 2, 64);
+	struct kv_layout one = kvt_layout_gqa(KV_DTYPE_BF16, KV_SCALE_NONE, 1, 1, 128);
+	struct kv_layout st = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_STATIC, 1);
+	struct kv_layout tok = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1);
+	struct move m;
+
+	rng.state = kvt_rand64();
+	KVT_EXPECT_EQ(kv_page_bytes(&two), kv_page_bytes(&one));
+	move_init(&m, &two, &one, KVK_MOVE_COPY);
+	KVT_EXPECT_EQ(kvk_host_ops()->page_move(&m.a, NULL), -EINVAL);
+	m.a.op = KVK_MOVE_CONVERT;
+	m.a.dst.layout.dtype = KV_DTYPE_E4M3;
+	m.a.dst.layout.scale_kind = KV_SCALE_TOKEN;
+	KVT_EXPECT_EQ(kvk_host_ops()->page_move(&m.a, NULL), -EINVAL);
+	KVT_EXPECT_EQ(nr_changed(&m.dst, m.dst_copy), 0);
+	move_fini(&m);
+	move_init(&m, &tok, &st, KVK_MOVE_COPY); /* scales elsewhere */
+	KVT_EXPECT_EQ(kvk_host_ops()->page_move(&m.a, NULL), -EINVAL);
+	KVT_EXPECT_EQ(nr_changed(&m.dst, m.dst_copy), 0);
+	move_fini(&m);
+}
+
 KVT_TEST(crc32c_known_answers)
 {
 	u8 buf[300];
