@@ -1,0 +1,40 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_cuda.h - CUDA launchers of the families that touch pages; hooks of struct kvk_ops.
+ *
+ * All: queue on the stream and return; no allocation, no wait; may be captured in a
+ * graph. They return 0, -EINVAL for a shape that is not built or a workspace that is too
+ * small, -EIO if the launch failed.
+ *
+ * The decode kernels split a step's pages evenly over the SMs by a schedule in the
+ * workspace. It depends on lengths, q_start and row_start alone, so layers after the
+ * first may reuse it (KVK_ATTN_PLAN).
+ */
+#ifndef KVK_ATTN_CUDA_H
+#define KVK_ATTN_CUDA_H
+
+#include "kernels/kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+int kvk_tag_check_cuda(const struct kvk_tag_check_args *a, kvk_stream stream);
+int kvk_append_cuda(const struct kvk_append_args *a, kvk_stream stream);
+int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream);
+int kvk_attn_gqa_cuda(const struct kvk_attn_args *a, kvk_stream stream);
+int kvk_attn_prefill_cuda(const struct kvk_attn_args *a, kvk_stream stream);
+int kvk_page_move_cuda(const struct kvk_move_args *a, kvk_stream stream);
+size_t kvk_attn_workspace_cuda(const struct kvk_attn_args *a);
+
+/* Any shape, slowly: one warp per query row, f32. What the fast kernels do not build. */
+int kvk_attn_any_cuda(const struct kvk_attn_args *a, kvk_stream stream);
+
+/* Bench only: stream the pages through the same ring and do no arithmetic. */
+#define KVK_ATTN_LOADS	0x40000000u
+#define KVK_ATTN_HBS(n) ((uint32_t)(n) << 24) /* kv heads of a tile, 1, 2, 4 or 8 */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* KVK_ATTN_CUDA_H */
