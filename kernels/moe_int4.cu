@@ -10,7 +10,7 @@
  */
 #include <errno.h>
 #include "moe_cuda.h"
-#include "moe_int4.cuh"
+#include "moe_int4_use.cuh"
 #include "moe_plan.cuh"
 
 #define ALIGN_UP(x) (((x) + 255) & ~(size_t)255)
@@ -39,8 +39,9 @@ static struct i4_layout i4_layout_make(const struct kvk_moe_args *a)
 	l.done2 = l.done1 + l.tiles_max * 4;
 	l.amax = l.done2 + l.rblocks2 * 4;
 	l.tiles = ALIGN_UP(l.amax + slots * 4);
-	l.list = ALIGN_UP(l.tiles + l.tiles_max * 16);
+	l.list = ALIGN_UP(l.tiles + l.tiles_max * 8);
 	l.h = ALIGN_UP(l.list + slots * 4);
+	/* f32 or bricks of f16: four bytes a value are enough for both */
 	l.out = ALIGN_UP(l.h + (size_t)slots * a->experts.inter * 4);
 	l.bytes = ALIGN_UP(l.out + (size_t)slots * a->experts.hidden * 4);
 	return l;
@@ -96,20 +97,23 @@ static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layou
 	k.w2.rblocks = l->rblocks2;
 	k.x = (const uint16_t *)a->x;
 	k.y = (uint16_t *)a->y;
+	k.ids = a->ids;
 	k.weights = a->weights;
 	k.claim = (uint32_t *)ws;
 	k.nr_tiles = (uint32_t *)ws + 1;
-	k.tiles = (const uint4 *)(ws + l->tiles);
+	k.tiles = (const uint2 *)(ws + l->tiles);
 	k.list = (const uint32_t *)(ws + l->list);
 	k.done1 = (uint32_t *)(ws + l->done1);
 	k.done2 = (uint32_t *)(ws + l->done2);
 	k.amax = (uint32_t *)(ws + l->amax);
-	k.h = (float *)(ws + l->h);
+	k.h = ws + l->h;
 	k.out = (float *)(ws + l->out);
 	k.hidden = a->experts.hidden;
 	k.inter = a->experts.inter;
 	k.nr_tokens = a->nr_tokens;
 	k.top_k = a->top_k;
+	k.nr_experts = a->experts.nr_experts;
+	k.own_plan = a->nr_tokens * a->top_k <= MOE_INLINE;
 	k.sum_chunks = (a->nr_tokens + MOE_SUM_TOKS - 1) / MOE_SUM_TOKS;
 	k.scale_f16 = a->experts.scale_dtype == KVK_F16;
 	k.accumulate = a->accumulate;
@@ -186,8 +190,10 @@ static int i4_run(const struct kvk_moe_args *a, uint32_t loads_only, kvk_stream 
 		k.w13.wl == 1 && k.nr_tokens <= 16 ? 8 : tile_tokens(a->nr_tokens);
 	plan.zero = k.claim;
 	plan.nr_zero = l.nr_zero;
+	plan.claim = (uint32_t)nr_sms();
+	plan.only_zero = k.own_plan;
 	plan.nr_tiles = k.nr_tiles;
-	plan.tiles = (uint4 *)k.tiles;
+	plan.tiles = (uint2 *)k.tiles;
 	plan.list = (uint32_t *)k.list;
 	r = moe_plan_launch(&plan, stream);
 	if (r)

@@ -68,6 +68,18 @@ __device__ __forceinline__ void plan_walk(const struct moe_plan &p,
 	}
 }
 
+__device__ __forceinline__ void plan_zero(const struct moe_plan &p)
+{
+	for (uint32_t i = threadIdx.x; i < p.nr_zero; i += blockDim.x)
+		p.zero[i] = i ? 0 : p.claim;
+}
+
+__global__ void moe_zero_kernel(const struct moe_plan p)
+{
+	ptx_grid_launch();
+	plan_zero(p);
+}
+
 __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 	moe_plan_kernel(const struct moe_plan p)
 {
@@ -87,8 +99,7 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 		__syncwarp();
 		plan_walk(p, sh, from, to, false);
 	}
-	for (uint32_t i = threadIdx.x; i < p.nr_zero; i += MOE_PLAN_THREADS)
-		p.zero[i] = 0;
+	plan_zero(p);
 	__syncthreads();
 	for (uint32_t w = 0; w < warps && e < p.nr_experts; w++) {
 		uint32_t c = sh.count[w][e];
@@ -104,15 +115,18 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 		*p.nr_tiles = (uint32_t)(at >> 32) + tiles;
 	__syncthreads();
 	for (uint32_t i = 0; i < tiles; i++)
-		p.tiles[(at >> 32) + i] =
-			make_uint4(e, (uint32_t)at + i * p.tile_tokens,
-				   min(p.tile_tokens, total - i * p.tile_tokens), 0);
+		p.tiles[(at >> 32) + i] = make_uint2(
+			e | min(p.tile_tokens, total - i * p.tile_tokens) << 16,
+			(uint32_t)at + i * p.tile_tokens);
 	if (warp < warps)
 		plan_walk(p, sh, from, to, true);
 }
 
 int moe_plan_launch(const struct moe_plan *p, void *stream)
 {
-	moe_plan_kernel<<<1, MOE_PLAN_THREADS, 0, (cudaStream_t)stream>>>(*p);
+	if (p->only_zero)
+		moe_zero_kernel<<<1, 256, 0, (cudaStream_t)stream>>>(*p);
+	else
+		moe_plan_kernel<<<1, MOE_PLAN_THREADS, 0, (cudaStream_t)stream>>>(*p);
 	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
 }

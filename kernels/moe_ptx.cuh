@@ -35,8 +35,8 @@ __device__ __forceinline__ void ptx_mbar_wait(uint32_t bar, uint32_t parity)
 	asm volatile("{\n\t.reg .pred p;\n"
 		     "again:\n\t"
 		     "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
-		     "@p bra.uni done;\n\t"
-		     "bra.uni again;\n"
+		     "@p bra done;\n\t"
+		     "bra again;\n"
 		     "done:\n\t}" ::"r"(bar),
 		     "r"(parity)
 		     : "memory");
@@ -106,6 +106,27 @@ __device__ __forceinline__ void ptx_mma_f16(float (&c)[4], const uint32_t (&a)[4
 	    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ float ptx_lds32(uint32_t a)
+{
+	float v;
+
+	asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(a) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void ptx_sts32(uint32_t a, float v)
+{
+	asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ float ptx_f16_f32(uint32_t bits)
+{
+	float v;
+
+	asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"((uint16_t)bits));
+	return v;
+}
+
 /* (a & mask) | magic in one instruction */
 __device__ __forceinline__ uint32_t ptx_and_or(uint32_t a, uint32_t mask, uint32_t magic)
 {
@@ -172,6 +193,11 @@ __device__ __forceinline__ void ptx_fence_async(void)
 __device__ __forceinline__ void ptx_bar_sync(uint32_t id, uint32_t nr_threads)
 {
 	asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(nr_threads) : "memory");
+}
+
+__device__ __forceinline__ void ptx_bar_arrive(uint32_t id, uint32_t nr_threads)
+{
+	asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(nr_threads) : "memory");
 }
 
 /* Programmatic dependent launch: wait for the kernel before; let the next one start. */

@@ -1,0 +1,244 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_int4_feed.cuh - the feeding warps of moe_int4.cuh: weights, tokens, signals.
+ *
+ * Warps 16 .. 19. Each walks the same unit queue; a queue entry is free again when the
+ * consumers, both token warps and the signal warp have let go of it.
+ */
+#ifndef KVK_MOE_INT4_FEED_CUH
+#define KVK_MOE_INT4_FEED_CUH
+
+#include "moe_int4.cuh"
+
+/* Stream the unit's rows of one matrix: a stage is WM row tiles x WK bricks. */
+template <int WK, uint32_t BRICK, uint32_t STAGE, uint32_t STAGES>
+__device__ __forceinline__ void stream_weights(const struct moe_mat &m,
+					       const struct moe_unit &u,
+					       struct moe_ring &r, uint64_t policy)
+{
+	constexpr uint32_t WM = MOE_GROUP / WK;
+	const uint32_t lane = threadIdx.x % 32;
+	const uint8_t *w = m.base + u.expert * m.expert_bytes;
+	const uint32_t m0 = u.rb * WM, nm = min(WM, m.mtiles - m0);
+	/* Pieces: a whole stage, a row tile's bricks, or single bricks. */
+	const bool whole = m.wl == WM && nm == WM, rows = m.wl == 1;
+	const uint32_t lm = lane / WK, lk = lane % WK, mt = m0 + lm;
+	const uint32_t bmt = mt / m.wl * m.wl * m.kbricks + mt % m.wl;
+
+	for (uint32_t k = 0; k < m.kbricks; k += WK) {
+		uint32_t nk = min((uint32_t)WK, m.kbricks - k);
+		uint32_t bar = r.full + 8 * r.stage, dst = r.base + r.stage * STAGE;
+		const uint8_t *src = w + (uint64_t)(bmt + (k + lk) * m.wl) * BRICK;
+
+		ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
+		if (lane == 0)
+			ptx_mbar_expect(bar, nm * nk * BRICK);
+		__syncwarp();
+		if (whole) {
+			if (lane == 0)
+				ptx_bulk_stream(dst, src, WM * nk * BRICK, bar, policy);
+		} else if (rows) {
+			if (lm < nm && lk == 0)
+				ptx_bulk_stream(dst + lane * BRICK, src, nk * BRICK, bar,
+						policy);
+		} else if (lm < nm && lk < nk) {
+			ptx_bulk_stream(dst + lane * BRICK, src, BRICK, bar, policy);
+		}
+		ring_next<STAGES>(r);
+	}
+}
+
+/* Claims units two ahead, hands them on, streams their weights. The first unit is the
+ * CTA's own number, so that the stream starts without a round trip. */
+template <int NTMAX, int WK, int G>
+__device__ __forceinline__ void
+weight_warp(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, struct moe_ring r)
+{
+	using S = moe_shape<NTMAX, WK, G>;
+	const uint32_t lane = threadIdx.x % 32;
+	const uint64_t policy = ptx_policy_stream();
+	struct moe_place p = {};
+	uint32_t c1, c2 = 0;
+	struct moe_unit u = unit_decode<NTMAX>(a, sh, blockIdx.x), next;
+
+	if (lane == 0)
+		c2 = atomicAdd(a.claim, 1);
+	for (;;) {
+		ptx_mbar_wait(ptx_smem(&sh.q_empty[p.q]), p.phase ^ 1);
+		if (lane == 0) {
+			sh.unit[p.q] = u;
+			ptx_mbar_arrive(ptx_smem(&sh.q_full[p.q]));
+		}
+		__syncwarp();
+		if (u.type == MOE_END)
+			return;
+		c1 = __shfl_sync(~0u, c2, 0);
+		if (lane == 0)
+			c2 = atomicAdd(a.claim, 1);
+		next = unit_decode<NTMAX>(a, sh, c1);
+		if (u.type == MOE_FIRST)
+			stream_weights<WK, S::BRICK, S::STAGE, S::STAGES>(a.w13, u, r,
+									  policy);
+		else if (u.type == MOE_SECOND)
+			stream_weights<1, S::BRICK, S::STAGE, S::STAGES>(a.w2, u, r,
+									 policy);
+		u = next;
+		place_next(p);
+	}
+}
+
+/* struct moe_rows - where a unit's token rows come from */
+struct moe_rows {
+	const uint8_t *base;
+	uint32_t row_bytes;
+	uint32_t per_row; /* slot / per_row = row */
+	uint32_t step;	  /* bytes of a row in a chunk */
+	uint32_t pad;	  /* bytes between rows in shared memory */
+};
+
+template <class S>
+__device__ __forceinline__ void stream_tokens(const struct moe_rows &rows,
+					      const uint32_t *slot, uint32_t n,
+					      struct moe_ring &r)
+{
+	const uint32_t lane = threadIdx.x % 32;
+	const uint8_t *src = nullptr;
+
+	static_assert(S::NTOK <= 32, "a lane brings one row");
+	if (lane < n)
+		src = rows.base + (uint64_t)(slot[lane] / rows.per_row) * rows.row_bytes;
+	for (uint32_t at = 0; at < rows.row_bytes; at += rows.step) {
+		uint32_t bytes = min(rows.step, rows.row_bytes - at),
+			 bar = r.full + 8 * r.stage;
+
+		ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
+		if (lane == 0)
+			ptx_mbar_expect(bar, n * bytes);
+		__syncwarp();
+		if (src)
+			ptx_bulk(r.base + r.stage * S::CHUNK + lane * rows.pad, src + at,
+				 bytes, bar);
+		ring_next<S::CHUNKS>(r);
+	}
+}
+
+/* Power of two that brings a largest |h| near 2^14; 1 for Inf and NaN. */
+__device__ __forceinline__ float h_scale(uint32_t amax_bits)
+{
+	uint32_t e = amax_bits >> 23;
+
+	if (e == 255)
+		return 1.0f;
+	return __uint_as_float((268u - (e < 15 ? 15u : e)) << 23);
+}
+
+/* Inverse of a power of two, exactly. */
+__device__ __forceinline__ float h_back(float inv)
+{
+	return __uint_as_float((254u << 23) - __float_as_uint(inv));
+}
+
+/* What the consumers need to know about a unit's tokens. */
+template <int NTMAX, int WK>
+__device__ __forceinline__ void unit_prepare(const struct moe_i4 &a,
+					     struct moe_shared<NTMAX> &sh,
+					     const struct moe_unit &u, uint32_t q)
+{
+	const uint32_t lane = threadIdx.x % 32;
+	uint32_t slot = 0;
+
+	if (lane < u.n)
+		slot = a.own_plan ? sh.list[u.start + lane]
+				  : __ldcg(&a.list[u.start + lane]);
+	if (u.type == MOE_SECOND) {
+		if (lane == 0)
+			while (ptx_ld_acquire(&a.done1[u.tile]) < a.w13.rblocks)
+				;
+		__syncwarp();
+		ptx_fence_async();
+	}
+	if (lane < u.n) {
+		sh.slot[q][lane] = slot;
+		sh.amax[q][lane] = 0;
+		if (WK > 1 && u.type == MOE_SECOND)
+			sh.inv[q][lane] = h_scale(__ldcg(&a.amax[slot]));
+	}
+	__syncwarp();
+}
+
+/* Two warps take turns: wait for what a unit depends on, bring its tokens. The waiting of
+ * one overlaps the copies of the other; the copies go into the ring in unit order. */
+template <int NTMAX, int WK, int G>
+__device__ __forceinline__ void token_warp(const struct moe_i4 &a,
+					   struct moe_shared<NTMAX> &sh,
+					   struct moe_ring r, const uint32_t self)
+{
+	using S = moe_shape<NTMAX, WK, G>;
+	const uint32_t lane = threadIdx.x % 32;
+	const struct moe_rows first = {(const uint8_t *)a.x, a.hidden * 2, a.top_k,
+				       S::XC1 * 256, S::XROW1};
+	const struct moe_rows second = {a.h, a.inter / KVK_BRICK_COLS * S::H_STEP, 1,
+					S::XC2 * S::H_STEP, S::XROW2};
+	struct moe_place p = {};
+
+	for (uint32_t i = 0;; i++) {
+		ptx_mbar_wait(ptx_smem(&sh.q_full[p.q]), p.phase);
+		const struct moe_unit u = sh.unit[p.q];
+		const struct moe_rows &rows = u.type == MOE_FIRST ? first : second;
+
+		if (i % 2 == self) {
+			if (u.type <= MOE_SECOND)
+				unit_prepare<NTMAX, WK>(a, sh, u, p.q);
+			if (lane == 0)
+				ptx_mbar_arrive(ptx_smem(&sh.q_ready[p.q]));
+			if (u.type == MOE_END)
+				return;
+			if (i)
+				ptx_mbar_wait(ptx_smem(&sh.turn[self]), (i - 1) / 2 % 2);
+			if (u.type <= MOE_SECOND)
+				stream_tokens<S>(rows, sh.slot[p.q], u.n, r);
+			if (lane == 0)
+				ptx_mbar_arrive(ptx_smem(&sh.turn[1 - self]));
+		} else if (u.type <= MOE_SECOND) {
+			for (uint32_t at = 0; at < rows.row_bytes; at += rows.step)
+				ring_next<S::CHUNKS>(r);
+		} else if (u.type == MOE_END) {
+			return;
+		}
+		__syncwarp();
+		if (lane == 0)
+			ptx_mbar_arrive(ptx_smem(&sh.q_empty[p.q]));
+		place_next(p);
+	}
+}
+
+/* Makes a unit's results known to the other CTAs: fences here, not in the consumers. */
+template <int NTMAX>
+__device__ __forceinline__ void signal_warp(const struct moe_i4 &a,
+					    struct moe_shared<NTMAX> &sh)
+{
+	struct moe_place p = {};
+
+	for (;;) {
+		ptx_mbar_wait(ptx_smem(&sh.q_full[p.q]), p.phase);
+		const struct moe_unit u = sh.unit[p.q];
+
+		if (u.type == MOE_END)
+			return;
+		ptx_mbar_wait(ptx_smem(&sh.q_done[p.q]), p.phase);
+		if (u.type <= MOE_SECOND && threadIdx.x % 32 == 0) {
+			if (u.type == MOE_FIRST)
+				ptx_fence_async();
+			__threadfence();
+			ptx_red_release(u.type == MOE_FIRST ? &a.done1[u.tile]
+							    : &a.done2[u.rb],
+					1);
+		}
+		__syncwarp();
+		if (threadIdx.x % 32 == 0)
+			ptx_mbar_arrive(ptx_smem(&sh.q_empty[p.q]));
+		place_next(p);
+	}
+}
+
+#endif /* KVK_MOE_INT4_FEED_CUH */
