@@ -233,6 +233,66 @@ KVT_TEST(kv_scales_are_stored_in_layout_order)
 	kv_scales_round_trip("tiny-glm", 4 * 2 * 2);
 }
 
+/* Scales over the first @tokens of the held-out text; [16] of tiny-glm. */
+static void measure(const char *model, const char *out, size_t tokens, float *ret)
+{
+	const char *text = strdup(md_model("heldout.txt"));
+	struct kvq_options o = {.model = model,
+				.out = out,
+				.weights = ENG_WEIGHTS_INT4_G128,
+				.shard_bytes = 1 << 30,
+				.kv_scales = true,
+				.texts = &text,
+				.nr_texts = 1,
+				.tokens = tokens};
+	struct kvq_report report;
+	struct eng_err err = {{0}};
+	struct eng_model *m;
+
+	if (kvq_run(&o, &running, &report, &err))
+		KVT_FAIL("%s", err.text);
+	m = load(out, ENG_WEIGHTS_AS_IS);
+	KVT_EXPECT_EQ(m->nr_kv_scales, 16);
+	memcpy(ret, m->kv_scales, 16 * sizeof(*ret));
+	eng_model_free(m);
+}
+
+/* --kv-scales end to end, through a private kvmd: largest values only grow with the text.
+ */
+KVT_TEST(kv_scales_are_measured)
+{
+	char *dir = md_temp(), *model = strdup(md_model("tiny-glm"));
+	char *a = strdup(md_path("%s/a", dir)), *b = strdup(md_path("%s/b", dir)),
+	     *c = strdup(md_path("%s/c", dir)), *d = strdup(md_path("%s/d", dir));
+	float few[16], again[16], many[16];
+	struct kvq_options o = {
+		.model = a, .out = d, .kv_scales = true, .shard_bytes = 1 << 30};
+	struct kvq_report report;
+	struct eng_err err = {{0}};
+	int grown = 0;
+
+	measure(model, a, 256, few);
+	measure(model, b, 256, again);
+	measure(model, c, 1024, many);
+	KVT_EXPECT(!memcmp(few, again, sizeof(few)));
+	for (int i = 0; i < 16; i++) {
+		/* K is normed per head, V is not: both are of the order of 1 here */
+		KVT_EXPECT(few[i] * 448 > 0.05f && few[i] * 448 < 500);
+		KVT_EXPECT(many[i] >= few[i]);
+		grown += many[i] > few[i];
+	}
+	KVT_EXPECT(grown > 0);
+	/* a directory that has scales is not measured again */
+	KVT_EXPECT_EQ(kvq_run(&o, &running, &report, &err), -EINVAL);
+	KVT_EXPECT_HAS(err.text, "has static KV scales already");
+	free(a);
+	free(b);
+	free(c);
+	free(d);
+	free(model);
+	md_remove(dir);
+}
+
 /* ------------------------------------------------------------- what is refused */
 
 struct snapshot {
