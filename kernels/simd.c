@@ -4,6 +4,7 @@
  *
  * Written with the vector extensions that gcc and clang share. No state; any thread.
  */
+#include <stdbool.h>
 #include "simd.h"
 #include "fp8.h"
 
@@ -22,20 +23,23 @@ typedef u32 vu __attribute__((vector_size(64)));
 
 #define KVK_T(name) name##_base
 #define KVK_TARGET
-#define KVK_BLOCK 2
-#define KVK_NAME  "base"
+#define KVK_BLOCK  2
+#define KVK_NATIVE 4
+#define KVK_NAME   "base"
 #include "simd_impl.h"
 
 #ifdef __x86_64__
 #define KVK_T(name) name##_avx2
 #define KVK_TARGET  __attribute__((target("avx2,fma")))
 #define KVK_BLOCK   2
+#define KVK_NATIVE  8
 #define KVK_NAME    "avx2"
 #include "simd_impl.h"
 
 #define KVK_T(name) name##_avx512
 #define KVK_TARGET  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #define KVK_BLOCK   4
+#define KVK_NATIVE  16
 #define KVK_NAME    "avx512"
 #include "simd_impl.h"
 #endif

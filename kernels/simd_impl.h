@@ -8,7 +8,11 @@
  * 16, ... in order; lanes are then added as (i, i + 8), (i, i + 4), (i, i + 2), (0, 1).
  */
 
-#define FN static inline __attribute__((always_inline)) KVK_TARGET
+#define KVK_PARTS (KVK_LANES / KVK_NATIVE)
+#define KVK_PASS  (KVK_BLOCK == 4 ? 16 : 8) /* accumulators of a gemm pass */
+#define NV	  KVK_T(reg)
+
+#define FN	  static inline __attribute__((always_inline)) KVK_TARGET
 
 FN vf KVK_T(ld)(const float *p)
 {
@@ -19,6 +23,21 @@ FN vf KVK_T(ld)(const float *p)
 }
 
 FN void KVK_T(st)(float *p, vf v)
+{
+	__builtin_memcpy(p, &v, sizeof(v));
+}
+
+typedef float NV __attribute__((vector_size(KVK_NATIVE * 4)));
+
+FN NV KVK_T(rld)(const float *p)
+{
+	NV v;
+
+	__builtin_memcpy(&v, p, sizeof(v));
+	return v;
+}
+
+FN void KVK_T(rst)(float *p, NV v)
 {
 	__builtin_memcpy(p, &v, sizeof(v));
 }
@@ -150,36 +169,53 @@ KVK_TARGET static void KVK_T(cvt_int4)(const u32 *src, float scale, float *dst, 
 
 /* ----------------------------------------------------------------------- attention */
 
-/* A register block of KVK_BLOCK x KVK_BLOCK dot products into a[(r0 + i) * 4 + j0 + j].
+/* A register block of KVK_BLOCK x KVK_BLOCK dot products; lanes go to a[i * 4 + j][16].
  */
 FN void KVK_T(dots)(const float *q, u32 q_stride, const float *k, u32 k_stride, u32 dim,
-		    vf *a)
+		    float *a)
 {
-	vf acc[KVK_BLOCK * KVK_BLOCK];
+	NV acc[KVK_BLOCK * KVK_BLOCK][KVK_PARTS];
 
 	KVK_UNROLL
-	for (u32 i = 0; i < KVK_BLOCK * KVK_BLOCK; i++)
-		acc[i] = KVK_T(splat)(0);
+	for (u32 i = 0; i < KVK_BLOCK * KVK_BLOCK * KVK_PARTS; i++)
+		acc[i / KVK_PARTS][i % KVK_PARTS] = (NV){0};
 	for (u32 d = 0; d < dim; d += KVK_LANES) {
-		vf kv[KVK_BLOCK];
-
 		KVK_UNROLL
-		for (u32 j = 0; j < KVK_BLOCK; j++)
-			kv[j] = KVK_T(ld)(k + (size_t)j * k_stride + d);
-		KVK_UNROLL
-		for (u32 i = 0; i < KVK_BLOCK; i++) {
-			vf qv = KVK_T(ld)(q + (size_t)i * q_stride + d);
+		for (u32 p = 0; p < KVK_PARTS; p++) {
+			NV kv[KVK_BLOCK];
 
 			KVK_UNROLL
 			for (u32 j = 0; j < KVK_BLOCK; j++)
-				acc[i * KVK_BLOCK + j] += qv * kv[j];
+				kv[j] = KVK_T(rld)(k + (size_t)j * k_stride + d +
+						   p * KVK_NATIVE);
+			KVK_UNROLL
+			for (u32 i = 0; i < KVK_BLOCK; i++) {
+				NV qv = KVK_T(rld)(q + (size_t)i * q_stride + d +
+						   p * KVK_NATIVE);
+
+				KVK_UNROLL
+				for (u32 j = 0; j < KVK_BLOCK; j++)
+					acc[i * KVK_BLOCK + j][p] += qv * kv[j];
+			}
 		}
 	}
 	KVK_UNROLL
-	for (u32 i = 0; i < KVK_BLOCK; i++)
+	for (u32 i = 0; i < KVK_BLOCK * KVK_BLOCK; i++)
 		KVK_UNROLL
-	for (u32 j = 0; j < KVK_BLOCK; j++)
-		a[i * 4 + j] = acc[i * KVK_BLOCK + j];
+	for (u32 p = 0; p < KVK_PARTS; p++)
+		KVK_T(rst)
+	(a + (i / KVK_BLOCK * 4 + i % KVK_BLOCK) * KVK_LANES + p * KVK_NATIVE, acc[i][p]);
+}
+
+/* reduce16() of lanes in memory */
+FN void KVK_T(reduce_to)(const float *lanes, float *t)
+{
+	vf a[16];
+
+	KVK_UNROLL
+	for (u32 i = 0; i < 16; i++)
+		a[i] = KVK_T(ld)(lanes + i * KVK_LANES);
+	KVK_T(st)(t, KVK_T(reduce16)(a));
 }
 
 KVK_TARGET static void KVK_T(scores)(const float *q, u32 q_stride, const float *k,
@@ -187,15 +223,14 @@ KVK_TARGET static void KVK_T(scores)(const float *q, u32 q_stride, const float *
 {
 	for (u32 j = 0; j < nr_tokens; j += 4) {
 		const float *kj = k + (size_t)j * k_stride;
-		float t[KVK_LANES];
-		vf a[16];
+		float a[16 * KVK_LANES] __attribute__((aligned(64))), t[KVK_LANES];
 
 		for (u32 i = 0; i < 4; i += KVK_BLOCK)
 			for (u32 m = 0; m < 4; m += KVK_BLOCK)
 				KVK_T(dots)
 		(q + (size_t)i * q_stride, q_stride, kj + (size_t)m * k_stride, k_stride,
-		 dim, a + i * 4 + m);
-		KVK_T(st)(t, KVK_T(reduce16)(a));
+		 dim, a + (i * 4 + m) * KVK_LANES);
+		KVK_T(reduce_to)(a, t);
 		for (u32 i = 0; i < 4; i++)
 			__builtin_memcpy(s + (size_t)i * KVK_PAGE_SLOTS + j, t + i * 4,
 					 16);
@@ -228,51 +263,54 @@ KVK_TARGET static float KVK_T(softmax)(float *s, u32 n, float scale, float *max,
 	return alpha;
 }
 
+/* acc[i][b] += p[i] * v[b]: a token's values into the rows [i0, i1) of a block */
+FN void KVK_T(mix_token)(NV acc[KVK_BLOCK][KVK_BLOCK * KVK_PARTS], const float *p,
+			 const float *v, u32 i0, u32 i1)
+{
+	NV vv[KVK_BLOCK * KVK_PARTS];
+
+	KVK_UNROLL
+	for (u32 b = 0; b < KVK_BLOCK * KVK_PARTS; b++)
+		vv[b] = KVK_T(rld)(v + b * KVK_NATIVE);
+	KVK_UNROLL
+	for (u32 i = i0; i < i1; i++)
+		KVK_UNROLL
+	for (u32 b = 0; b < KVK_BLOCK * KVK_PARTS; b++)
+		acc[i][b] += p[i * KVK_PAGE_SLOTS] * vv[b];
+}
+
 /* KVK_BLOCK rows by KVK_BLOCK vectors of o at @d. Rows may see different numbers of
  * tokens: what all see comes first, the rest row by row, each row's additions in token
  * order. */
 FN void KVK_T(mix_block)(const struct kvk_mix *m, u32 r0, u32 d)
 {
 	const float *p = m->p + (size_t)r0 * KVK_PAGE_SLOTS, *v = m->v + d;
-	vf acc[KVK_BLOCK][KVK_BLOCK];
+	NV acc[KVK_BLOCK][KVK_BLOCK * KVK_PARTS];
 	u32 common = m->n[r0], j;
 
 	KVK_UNROLL
 	for (u32 i = 0; i < KVK_BLOCK; i++) {
 		common = KV_MIN(common, m->n[r0 + i]);
 		KVK_UNROLL
-		for (u32 b = 0; b < KVK_BLOCK; b++)
-			acc[i][b] = KVK_T(splat)(0);
+		for (u32 b = 0; b < KVK_BLOCK * KVK_PARTS; b++)
+			acc[i][b] = (NV){0};
 	}
-	for (j = 0; j < common; j++, v += m->v_stride) {
-		vf vv[KVK_BLOCK];
-
-		KVK_UNROLL
-		for (u32 b = 0; b < KVK_BLOCK; b++)
-			vv[b] = KVK_T(ld)(v + b * KVK_LANES);
-		KVK_UNROLL
-		for (u32 i = 0; i < KVK_BLOCK; i++)
-			KVK_UNROLL
-		for (u32 b = 0; b < KVK_BLOCK; b++)
-			acc[i][b] += KVK_T(splat)(p[i * KVK_PAGE_SLOTS + j]) * vv[b];
-	}
+	for (j = 0; j < common; j++)
+		KVK_T(mix_token)(acc, p + j, v + (size_t)j * m->v_stride, 0, KVK_BLOCK);
 	KVK_UNROLL
 	for (u32 i = 0; i < KVK_BLOCK; i++) {
 		float *o = m->o + (size_t)(r0 + i) * m->o_stride + d;
-		const float *vj = v;
 
-		for (j = common; j < m->n[r0 + i]; j++, vj += m->v_stride)
-			KVK_UNROLL
-		for (u32 b = 0; b < KVK_BLOCK; b++)
-			acc[i][b] += KVK_T(splat)(p[i * KVK_PAGE_SLOTS + j]) *
-				     KVK_T(ld)(vj + b * KVK_LANES);
+		for (j = common; j < m->n[r0 + i]; j++)
+			KVK_T(mix_token)
+		(acc, p + j, v + (size_t)j * m->v_stride, i, i + 1);
 		if (!m->n[r0 + i])
 			continue;
 		KVK_UNROLL
-		for (u32 b = 0; b < KVK_BLOCK; b++)
-			KVK_T(st)
-		(o + b * KVK_LANES,
-		 KVK_T(ld)(o + b * KVK_LANES) * m->alpha[r0 + i] + acc[i][b]);
+		for (u32 b = 0; b < KVK_BLOCK * KVK_PARTS; b++)
+			KVK_T(rst)
+		(o + b * KVK_NATIVE,
+		 KVK_T(rld)(o + b * KVK_NATIVE) * m->alpha[r0 + i] + acc[i][b]);
 	}
 }
 
@@ -285,43 +323,76 @@ KVK_TARGET static void KVK_T(mix)(const struct kvk_mix *m)
 
 /* ---------------------------------------------------------------------------- gemm */
 
-/* @mt tokens by @nr rows (mt * nr = 16) over a panel. */
-FN void KVK_T(gemm_block)(const struct kvk_gemm_panel *g, u32 t0, u32 r0, const u32 mt,
-			  const u32 nr)
+/*
+ * One part of the lanes of @mt tokens by @nr rows over a panel, mt * nr = KVK_PASS. Lanes
+ * of (token, row) start from zero, or from @lanes, @t_step and KVK_LANES floats apart.
+ */
+FN void KVK_T(gemm_pass)(const struct kvk_gemm_panel *g, const float *const *x,
+			 const float *w, const float *lanes, u32 t_step, const u32 mt,
+			 const u32 nr, NV *a)
 {
-	float *acc = g->acc + ((size_t)t0 * KVK_TILE_ROWS + r0) * KVK_LANES;
-	const float *w = g->tile + (size_t)r0 * KVK_TILE_COLS;
-	float t[KVK_LANES];
-	vf a[16];
-
 	KVK_UNROLL
-	for (u32 i = 0; i < 16; i++)
-		a[i] = g->first ? KVK_T(splat)(0)
-				: KVK_T(ld)(acc + (i / nr * KVK_TILE_ROWS + i % nr) *
-							  KVK_LANES);
+	for (u32 i = 0; i < KVK_PASS; i++)
+		a[i] = g->first
+			       ? (NV){0}
+			       : KVK_T(rld)(lanes + i / nr * t_step + i % nr * KVK_LANES);
 	for (u32 c = 0; c < g->nr_vecs * KVK_LANES; c += KVK_LANES) {
-		vf xv[4];
+		NV xv[4];
 
 		KVK_UNROLL
 		for (u32 i = 0; i < mt; i++)
-			xv[i] = KVK_T(ld)(g->x[t0 + i] + g->col + c);
+			xv[i] = KVK_T(rld)(x[i] + c);
 		KVK_UNROLL
 		for (u32 j = 0; j < nr; j++) {
-			vf wv = KVK_T(ld)(w + (size_t)j * KVK_TILE_COLS + c);
+			NV wv = KVK_T(rld)(w + (size_t)j * KVK_TILE_COLS + c);
 
 			KVK_UNROLL
 			for (u32 i = 0; i < mt; i++)
 				a[i * nr + j] += xv[i] * wv;
 		}
 	}
-	if (!g->last) {
+}
+
+/* @mt tokens by @nr rows (mt * nr = 16) over a panel. */
+FN void KVK_T(gemm_block)(const struct kvk_gemm_panel *g, u32 t0, u32 r0, const u32 mt,
+			  const u32 nr)
+{
+	const u32 pass_mt = KVK_PASS >= nr ? KVK_PASS / nr : 1,
+		  pass_nr = KVK_PASS / pass_mt;
+	float *acc = g->acc + ((size_t)t0 * KVK_TILE_ROWS + r0) * KVK_LANES;
+	const u32 a_step = KVK_TILE_ROWS * KVK_LANES;
+	float local[16 * KVK_LANES] __attribute__((aligned(64))), t[KVK_LANES] = {0};
+
+	KVK_UNROLL
+	for (u32 i = 0; i < 16 * KVK_PARTS; i += KVK_PASS) {
+		u32 at = i / 16 * KVK_NATIVE, j = i % 16;
+		float *to = g->last ? local + j * KVK_LANES + at
+				    : acc + j / nr * a_step + j % nr * KVK_LANES + at;
+		u32 to_step = g->last ? nr * KVK_LANES : a_step;
+		const float *x[4];
+		NV a[KVK_PASS];
+
+		for (u32 k = 0; k < pass_mt; k++)
+			x[k] = g->x[t0 + j / nr + k] + g->col + at;
+		KVK_T(gemm_pass)
+		(g, x, g->tile + (size_t)(r0 + j % nr) * KVK_TILE_COLS + at,
+		 acc + j / nr * a_step + j % nr * KVK_LANES + at, a_step, pass_mt,
+		 pass_nr, a);
+#if KVK_NATIVE == 16
+		if (g->last) { /* straight from the registers */
+			KVK_T(st)(t, KVK_T(reduce16)(a));
+			continue;
+		}
+#endif
 		KVK_UNROLL
-		for (u32 i = 0; i < 16; i++)
-			KVK_T(st)
-		(acc + (i / nr * KVK_TILE_ROWS + i % nr) * KVK_LANES, a[i]);
-		return;
+		for (u32 k = 0; k < KVK_PASS; k++)
+			KVK_T(rst)
+		(to + k / pass_nr * to_step + k % pass_nr * KVK_LANES, a[k]);
 	}
-	KVK_T(st)(t, KVK_T(reduce16)(a));
+	if (!g->last)
+		return;
+	if (KVK_NATIVE != 16)
+		KVK_T(reduce_to)(local, t);
 	for (u32 i = 0; i < mt; i++)
 		__builtin_memcpy(g->out + (size_t)(t0 + i) * KVK_TILE_ROWS + r0,
 				 t + i * nr, nr * sizeof(float));
@@ -391,6 +462,10 @@ static const struct kvk_simd KVK_T(simd) = {
 };
 
 #undef FN
+#undef NV
+#undef KVK_PARTS
+#undef KVK_PASS
+#undef KVK_NATIVE
 #undef KVK_T
 #undef KVK_TARGET
 #undef KVK_BLOCK
