@@ -89,7 +89,7 @@ int eng_inject_take(struct eng_engine *e, const struct eng_table *t,
 	u32 nr_kept = 0, nr_extra = 0;
 	u64 end_ns = kv_now_ns() + TAKE_WAIT_NS;
 
-	if (t == in->owner)
+	if (t && t == in->owner)
 		return 0;
 	extra = calloc(EXTRAS_MAX, sizeof(*extra));
 	if (!extra)
@@ -297,8 +297,10 @@ static s32 victim_index(const struct eng_engine *e)
 /** eng_inject_alone() - must the next step run with the victim only? */
 bool eng_inject_alone(struct eng_engine *e, struct eng_request **ret_r)
 {
+	if (e->inject.armed.kind != ENG_INJECT_MIRROR_BEHIND)
+		return false;
 	*ret_r = e->inject.armed.victim;
-	return e->inject.armed.kind == ENG_INJECT_MIRROR_BEHIND;
+	return true;
 }
 
 /** eng_inject_rows() - damage to the rows of the step that was just built */
