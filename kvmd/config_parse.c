@@ -6,160 +6,19 @@
  * cJSON gives no line numbers. A field is therefore named by its path from the root, and
  * json_line.c finds the line of a path in the text, once, when an error is to be written.
  */
-#include "kvmd/config.h"
+#include "kvmd/config_value.h"
 
 #include <cjson/cJSON.h>
 #include <ctype.h>
 #include <errno.h>
-#include <math.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "kvmd/json_line.h"
 
 #define EXTENT_BYTES_MIN (2ull << 20)
 #define EXTENT_BYTES_MAX (1ull << 30)
 #define STALL_MS_MAX	 3600000u
 #define WEIGHT_MAX	 1000u
-#define VALUE_BYTES	 48
-
-struct parser {
-	const char *text;
-	size_t bytes;
-	struct kvd_config *config;
-	char *error;
-	struct json_path path;
-};
-
-/* ------------------------------------------------------------------- errors */
-
-static void value_text(const cJSON *item, char *out)
-{
-	char *text = item ? cJSON_PrintUnformatted(item) : NULL;
-
-	if (!text) {
-		out[0] = 0;
-		return;
-	}
-	if (strlen(text) >= VALUE_BYTES)
-		strcpy(text + VALUE_BYTES - 4, "...");
-	strcpy(out, text);
-	cJSON_free(text);
-}
-
-/* "line N: path: value: why" at the parser's path. Always -EINVAL. */
-static int fail(struct parser *p, const cJSON *item, const char *fmt, ...)
-	__attribute__((format(printf, 3, 4)));
-
-static int fail(struct parser *p, const cJSON *item, const char *fmt, ...)
-{
-	char path[80], value[VALUE_BYTES], why[100];
-	va_list ap;
-
-	va_start(ap, fmt);
-	vsnprintf(why, sizeof(why), fmt, ap);
-	va_end(ap);
-	json_path_text(&p->path, path, sizeof(path));
-	value_text(item, value);
-	snprintf(p->error, KVD_CONFIG_ERROR_BYTES, "line %u: %s%s%s: %s",
-		 json_path_line(p->text, p->bytes, &p->path), path[0] ? path : "(root)",
-		 value[0] ? ": " : "", value, why);
-	return -EINVAL;
-}
-
-static int fail_at(struct parser *p, const char *key, const cJSON *item, const char *why)
-{
-	json_path_push_key(&p->path, key);
-	return fail(p, item, "%s", why);
-}
-
-/* Every field known and there once. @known: NULL-terminated */
-static int check_fields(struct parser *p, const cJSON *object, const char *const *known)
-{
-	const cJSON *item, *other;
-	size_t i;
-
-	if (!cJSON_IsObject(object))
-		return fail(p, object, "must be an object");
-	cJSON_ArrayForEach(item, object)
-	{
-		for (i = 0; known[i] && strcmp(known[i], item->string); i++)
-			;
-		if (!known[i])
-			return fail_at(p, item->string, item, "unknown field");
-		for (other = object->child; other != item; other = other->next) {
-			if (strcmp(other->string, item->string))
-				continue;
-			p->path.last_occurrence = true;
-			return fail_at(p, item->string, item, "field given twice");
-		}
-	}
-	return 0;
-}
-
-/* ------------------------------------------------------------------ scalars */
-
-static int get_size(struct parser *p, const cJSON *item, u64 *ret)
-{
-	if (cJSON_IsNumber(item)) {
-		double d = item->valuedouble;
-
-		/* Above 2^53 a JSON number is no exact integer any more. */
-		if (!(d >= 0) || d != floor(d) || d > 9007199254740992.0)
-			return fail(p, item, "not a whole number of bytes up to 2^53");
-		*ret = (u64)d;
-		return 0;
-	}
-	if (!cJSON_IsString(item) || kvd_size_parse(item->valuestring, ret))
-		return fail(p, item, "not a size (a number of bytes or like \"4GiB\")");
-	return 0;
-}
-
-static int get_uint(struct parser *p, const cJSON *item, u32 min, u32 max, u32 *ret)
-{
-	double d = item->valuedouble;
-
-	if (!cJSON_IsNumber(item) || d != floor(d) || !(d >= min && d <= max))
-		return fail(p, item, "must be a whole number from %u to %u", min, max);
-	*ret = (u32)d;
-	return 0;
-}
-
-static int get_name(struct parser *p, const cJSON *item, char *ret)
-{
-	size_t i, n;
-
-	if (!cJSON_IsString(item))
-		return fail(p, item, "must be a string");
-	n = strlen(item->valuestring);
-	if (n == 0 || n >= KV_NAME_BYTES)
-		return fail(p, item, "a name has 1 to %u characters", KV_NAME_BYTES - 1);
-	for (i = 0; i < n; i++)
-		if (!isalnum((unsigned char)item->valuestring[i]) &&
-		    !strchr("._-", item->valuestring[i]))
-			return fail(p, item, "a name is letters, digits, '.', '_', '-'");
-	memcpy(ret, item->valuestring, n + 1);
-	return 0;
-}
-
-static int get_choice(struct parser *p, const cJSON *item, const char *const *names,
-		      u32 nr, u32 *ret)
-{
-	u32 i;
-
-	for (i = 0; i < nr; i++) {
-		if (cJSON_IsString(item) && !strcmp(item->valuestring, names[i])) {
-			*ret = i;
-			return 0;
-		}
-	}
-	if (nr == 3)
-		return fail(p, item, "must be \"%s\", \"%s\" or \"%s\"", names[0],
-			    names[1], names[2]);
-	return fail(p, item, "must be \"%s\" or \"%s\"", names[0], names[1]);
-}
 
 /* ------------------------------------------------------------------ tenants */
 
@@ -180,24 +39,28 @@ static bool is_gpu_name(const char *s)
 	return true;
 }
 
-static int parse_gpu_field(struct parser *p, const cJSON *item,
+static int parse_gpu_field(struct cfg_parser *p, const cJSON *item,
 			   struct kvd_config_gpu *gpu)
 {
+	int r;
+
 	if (!strcmp(item->string, "min"))
-		return get_size(p, item, &gpu->min_bytes);
+		return cfg_get_size(p, item, &gpu->min_bytes);
 	if (!strcmp(item->string, "high"))
-		return get_size(p, item, &gpu->high_bytes);
-	if (!strcmp(item->string, "max"))
-		return get_size(p, item, &gpu->max_bytes);
+		return cfg_get_size(p, item, &gpu->high_bytes);
+	if (!strcmp(item->string, "max")) {
+		r = cfg_get_size(p, item, &gpu->max_bytes);
+		return r || gpu->max_bytes ? r : cfg_fail(p, item, "must be more than 0");
+	}
 	if (!strcmp(item->string, "weight"))
-		return get_uint(p, item, 1, WEIGHT_MAX, &gpu->weight);
+		return cfg_get_uint(p, item, 1, WEIGHT_MAX, &gpu->weight);
 	if (!cJSON_IsString(item) || !is_gpu_name(item->valuestring))
-		return fail(p, item, "must be \"host\", \"*\" or \"GPU-<uuid>\"");
+		return cfg_fail(p, item, "must be \"host\", \"*\" or \"GPU-<uuid>\"");
 	snprintf(gpu->gpu, sizeof(gpu->gpu), "%s", item->valuestring);
 	return 0;
 }
 
-static int parse_gpu(struct parser *p, const cJSON *object,
+static int parse_gpu(struct cfg_parser *p, const cJSON *object,
 		     struct kvd_config_tenant *tenant)
 {
 	static const char *const known[] = {"gpu", "min", "high", "max", "weight", NULL};
@@ -207,13 +70,13 @@ static int parse_gpu(struct parser *p, const cJSON *object,
 	int r;
 
 	*gpu = (struct kvd_config_gpu){.weight = 100};
-	r = check_fields(p, object, known);
+	r = cfg_check_fields(p, object, known);
 	if (r)
 		return r;
 	if (!cJSON_HasObjectItem(object, "gpu"))
-		return fail(p, NULL, "field \"gpu\" is missing");
+		return cfg_fail(p, NULL, "field \"gpu\" is missing");
 	if (!cJSON_HasObjectItem(object, "max"))
-		return fail(p, NULL, "field \"max\" is missing");
+		return cfg_fail(p, NULL, "field \"max\" is missing");
 	cJSON_ArrayForEach(item, object)
 	{
 		json_path_push_key(&p->path, item->string);
@@ -225,34 +88,36 @@ static int parse_gpu(struct parser *p, const cJSON *object,
 	if (!cJSON_HasObjectItem(object, "high"))
 		gpu->high_bytes = gpu->max_bytes;
 	if (gpu->high_bytes > gpu->max_bytes)
-		return fail_at(p, "high",
-			       cJSON_GetObjectItemCaseSensitive(object, "high"),
-			       "above max");
+		return cfg_fail_at(p, "high",
+				   cJSON_GetObjectItemCaseSensitive(object, "high"),
+				   "above max");
 	if (gpu->min_bytes > gpu->high_bytes)
-		return fail_at(p, "min", cJSON_GetObjectItemCaseSensitive(object, "min"),
-			       "above high (or max)");
+		return cfg_fail_at(p, "min",
+				   cJSON_GetObjectItemCaseSensitive(object, "min"),
+				   "above high (or max)");
 	for (i = 0; i < tenant->nr_gpus; i++)
 		if (!strcmp(tenant->gpus[i].gpu, gpu->gpu))
-			return fail_at(p, "gpu",
-				       cJSON_GetObjectItemCaseSensitive(object, "gpu"),
-				       "this tenant has a line for it already");
+			return cfg_fail_at(
+				p, "gpu", cJSON_GetObjectItemCaseSensitive(object, "gpu"),
+				"this tenant has a line for it already");
 	tenant->nr_gpus++;
 	return 0;
 }
 
-static int parse_gpus(struct parser *p, const cJSON *array,
+static int parse_gpus(struct cfg_parser *p, const cJSON *array,
 		      struct kvd_config_tenant *tenant)
 {
 	const cJSON *item;
 	int r, i = 0;
 
 	if (!cJSON_IsArray(array))
-		return fail(p, array, "must be an array");
+		return cfg_fail(p, array, "must be an array");
 	cJSON_ArrayForEach(item, array)
 	{
 		json_path_push_index(&p->path, i++);
 		if (tenant->nr_gpus == KVD_CONFIG_GPUS_MAX)
-			return fail(p, NULL, "more than %u lines", KVD_CONFIG_GPUS_MAX);
+			return cfg_fail(p, NULL, "more than %u lines",
+					KVD_CONFIG_GPUS_MAX);
 		r = parse_gpu(p, item, tenant);
 		if (r)
 			return r;
@@ -262,7 +127,7 @@ static int parse_gpus(struct parser *p, const cJSON *array,
 }
 
 /* uids or gids; one id belongs to one tenant, or admission would depend on file order */
-static int parse_ids(struct parser *p, const cJSON *array, bool gids,
+static int parse_ids(struct cfg_parser *p, const cJSON *array, bool gids,
 		     struct kvd_config_tenant *tenant)
 {
 	const struct kvd_config *c = p->config;
@@ -272,11 +137,11 @@ static int parse_ids(struct parser *p, const cJSON *array, bool gids,
 	int r, i = 0;
 
 	if (!cJSON_IsArray(array))
-		return fail(p, array, "must be an array of numbers");
+		return cfg_fail(p, array, "must be an array of numbers");
 	cJSON_ArrayForEach(item, array)
 	{
 		json_path_push_index(&p->path, i++);
-		r = get_uint(p, item, 0, 0xfffffffeu, &id);
+		r = cfg_get_uint(p, item, 0, 0xfffffffeu, &id);
 		if (r)
 			return r;
 		for (t = 0; t <= c->nr_tenants; t++) {
@@ -285,12 +150,13 @@ static int parse_ids(struct parser *p, const cJSON *array, bool gids,
 
 			for (k = 0; k < n; k++)
 				if ((gids ? o->gids[k] : o->uids[k]) == id)
-					return fail(p, item,
-						    "belongs to tenant \"%s\" already",
-						    o->name[0] ? o->name : "(this)");
+					return cfg_fail(
+						p, item,
+						"belongs to tenant \"%s\" already",
+						o->name[0] ? o->name : "(this)");
 		}
 		if (*nr == KVD_CONFIG_IDS_MAX)
-			return fail(p, item, "more than %u ids", KVD_CONFIG_IDS_MAX);
+			return cfg_fail(p, item, "more than %u ids", KVD_CONFIG_IDS_MAX);
 		if (gids)
 			tenant->gids[(*nr)++] = id;
 		else
@@ -300,7 +166,7 @@ static int parse_ids(struct parser *p, const cJSON *array, bool gids,
 	return 0;
 }
 
-static int parse_tenant(struct parser *p, const cJSON *object)
+static int parse_tenant(struct cfg_parser *p, const cJSON *object)
 {
 	static const char *const known[] = {"name", "uids", "gids", "gpus", NULL};
 	struct kvd_config *c = p->config;
@@ -311,19 +177,19 @@ static int parse_tenant(struct parser *p, const cJSON *object)
 
 	memset(tenant, 0, sizeof(*tenant));
 	tenant->domain = KVD_CONFIG_DOMAINS_MAX;
-	r = check_fields(p, object, known);
+	r = cfg_check_fields(p, object, known);
 	if (r)
 		return r;
 	item = cJSON_GetObjectItemCaseSensitive(object, "name");
 	if (!item)
-		return fail(p, NULL, "field \"name\" is missing");
+		return cfg_fail(p, NULL, "field \"name\" is missing");
 	json_path_push_key(&p->path, "name");
-	r = get_name(p, item, tenant->name);
+	r = cfg_get_name(p, item, tenant->name);
 	if (r)
 		return r;
 	for (i = 0; i < c->nr_tenants; i++)
 		if (!strcmp(c->tenants[i].name, tenant->name))
-			return fail(p, item, "this name is taken by tenants[%u]", i);
+			return cfg_fail(p, item, "this name is taken by tenants[%u]", i);
 	json_path_pop(&p->path);
 	cJSON_ArrayForEach(item, object)
 	{
@@ -338,32 +204,32 @@ static int parse_tenant(struct parser *p, const cJSON *object)
 		json_path_pop(&p->path);
 	}
 	if (!tenant->nr_uids && !tenant->nr_gids)
-		return fail(p, NULL, "tenant \"%s\" has neither uids nor gids",
-			    tenant->name);
+		return cfg_fail(p, NULL, "tenant \"%s\" has neither uids nor gids",
+				tenant->name);
 	c->nr_tenants++;
 	return 0;
 }
 
-static int parse_tenants(struct parser *p, const cJSON *array)
+static int parse_tenants(struct cfg_parser *p, const cJSON *array)
 {
 	const cJSON *item;
 	int r, i = 0;
 
 	if (!cJSON_IsArray(array))
-		return fail(p, array, "must be an array");
+		return cfg_fail(p, array, "must be an array");
 	cJSON_ArrayForEach(item, array)
 	{
 		json_path_push_index(&p->path, i++);
 		if (p->config->nr_tenants == KVD_CONFIG_TENANTS_MAX)
-			return fail(p, NULL, "more than %u tenants",
-				    KVD_CONFIG_TENANTS_MAX);
+			return cfg_fail(p, NULL, "more than %u tenants",
+					KVD_CONFIG_TENANTS_MAX);
 		r = parse_tenant(p, item);
 		if (r)
 			return r;
 		json_path_pop(&p->path);
 	}
 	if (!p->config->nr_tenants)
-		return fail(p, array, "no tenant: nobody could connect");
+		return cfg_fail(p, array, "no tenant: nobody could connect");
 	return 0;
 }
 
@@ -379,34 +245,34 @@ static struct kvd_config_tenant *tenant_find(struct kvd_config *c, const char *n
 	return NULL;
 }
 
-static int parse_domain_tenants(struct parser *p, const cJSON *array, u32 domain)
+static int parse_domain_tenants(struct cfg_parser *p, const cJSON *array, u32 domain)
 {
 	struct kvd_config_tenant *tenant;
 	const cJSON *item;
 	int i = 0;
 
 	if (!cJSON_IsArray(array) || !array->child)
-		return fail(p, array, "must be a non-empty array of tenant names");
+		return cfg_fail(p, array, "must be a non-empty array of tenant names");
 	cJSON_ArrayForEach(item, array)
 	{
 		json_path_push_index(&p->path, i++);
 		tenant = cJSON_IsString(item) ? tenant_find(p->config, item->valuestring)
 					      : NULL;
 		if (!tenant)
-			return fail(p, item, "no such tenant");
+			return cfg_fail(p, item, "no such tenant");
 		if (tenant->domain != KVD_CONFIG_DOMAINS_MAX)
-			return fail(p, item, "is in domain \"%s\" already",
-				    p->config->domains[tenant->domain].name);
+			return cfg_fail(p, item, "is in domain \"%s\" already",
+					p->config->domains[tenant->domain].name);
 		if ((u32)i > KVD_CONFIG_DOMAIN_TENANTS_MAX)
-			return fail(p, item, "more than %u tenants in a domain",
-				    KVD_CONFIG_DOMAIN_TENANTS_MAX);
+			return cfg_fail(p, item, "more than %u tenants in a domain",
+					KVD_CONFIG_DOMAIN_TENANTS_MAX);
 		tenant->domain = domain;
 		json_path_pop(&p->path);
 	}
 	return 0;
 }
 
-static int parse_domain(struct parser *p, const cJSON *object)
+static int parse_domain(struct cfg_parser *p, const cJSON *object)
 {
 	static const char *const known[] = {"name", "tenants", NULL};
 	struct kvd_config *c = p->config;
@@ -415,23 +281,23 @@ static int parse_domain(struct parser *p, const cJSON *object)
 	u32 i;
 	int r;
 
-	r = check_fields(p, object, known);
+	r = cfg_check_fields(p, object, known);
 	if (r)
 		return r;
 	item = cJSON_GetObjectItemCaseSensitive(object, "name");
 	if (!item)
-		return fail(p, NULL, "field \"name\" is missing");
+		return cfg_fail(p, NULL, "field \"name\" is missing");
 	json_path_push_key(&p->path, "name");
-	r = get_name(p, item, name);
+	r = cfg_get_name(p, item, name);
 	if (r)
 		return r;
 	for (i = 0; i < c->nr_domains; i++)
 		if (!strcmp(c->domains[i].name, name))
-			return fail(p, item, "this name is taken by domains[%u]", i);
+			return cfg_fail(p, item, "this name is taken by domains[%u]", i);
 	json_path_pop(&p->path);
 	item = cJSON_GetObjectItemCaseSensitive(object, "tenants");
 	if (!item)
-		return fail(p, NULL, "field \"tenants\" is missing");
+		return cfg_fail(p, NULL, "field \"tenants\" is missing");
 	strcpy(c->domains[c->nr_domains].name, name);
 	json_path_push_key(&p->path, "tenants");
 	r = parse_domain_tenants(p, item, c->nr_domains);
@@ -442,19 +308,19 @@ static int parse_domain(struct parser *p, const cJSON *object)
 	return 0;
 }
 
-static int parse_domains(struct parser *p, const cJSON *array)
+static int parse_domains(struct cfg_parser *p, const cJSON *array)
 {
 	const cJSON *item;
 	int r, i = 0;
 
 	if (!cJSON_IsArray(array))
-		return fail(p, array, "must be an array");
+		return cfg_fail(p, array, "must be an array");
 	cJSON_ArrayForEach(item, array)
 	{
 		json_path_push_index(&p->path, i++);
 		if (p->config->nr_domains == KVD_CONFIG_DOMAINS_MAX)
-			return fail(p, NULL, "more than %u domains",
-				    KVD_CONFIG_DOMAINS_MAX);
+			return cfg_fail(p, NULL, "more than %u domains",
+					KVD_CONFIG_DOMAINS_MAX);
 		r = parse_domain(p, item);
 		if (r)
 			return r;
@@ -464,7 +330,7 @@ static int parse_domains(struct parser *p, const cJSON *array)
 }
 
 /* A tenant that no domain lists is a domain alone (design 2). */
-static int lone_domains(struct parser *p)
+static int lone_domains(struct cfg_parser *p)
 {
 	struct kvd_config *c = p->config;
 	u32 t, d;
@@ -478,13 +344,13 @@ static int lone_domains(struct parser *p)
 			json_path_push_key(&p->path, "domains");
 			json_path_push_index(&p->path, (int)d);
 			json_path_push_key(&p->path, "name");
-			return fail(p, NULL,
-				    "\"%s\" is also a tenant outside this domain",
-				    c->domains[d].name);
+			return cfg_fail(p, NULL,
+					"\"%s\" is also a tenant outside this domain",
+					c->domains[d].name);
 		}
 		if (c->nr_domains == KVD_CONFIG_DOMAINS_MAX)
-			return fail(p, NULL, "more than %u domains",
-				    KVD_CONFIG_DOMAINS_MAX);
+			return cfg_fail(p, NULL, "more than %u domains",
+					KVD_CONFIG_DOMAINS_MAX);
 		strcpy(c->domains[c->nr_domains].name, c->tenants[t].name);
 		c->tenants[t].domain = c->nr_domains++;
 	}
@@ -493,25 +359,25 @@ static int lone_domains(struct parser *p)
 
 /* ----------------------------------------------------------------- the rest */
 
-static int parse_pool_field(struct parser *p, const cJSON *item)
+static int parse_pool_field(struct cfg_parser *p, const cJSON *item)
 {
 	struct kvd_config *c = p->config;
 	int r;
 
 	if (!strcmp(item->string, "idle_shrink_ms"))
-		return get_uint(p, item, 1, STALL_MS_MAX, &c->idle_shrink_ms);
-	r = get_size(p, item, &c->extent_bytes);
+		return cfg_get_uint(p, item, 1, STALL_MS_MAX, &c->idle_shrink_ms);
+	r = cfg_get_size(p, item, &c->extent_bytes);
 	if (!r && (!kv_is_pow2(c->extent_bytes) || c->extent_bytes < EXTENT_BYTES_MIN ||
 		   c->extent_bytes > EXTENT_BYTES_MAX))
-		return fail(p, item, "must be a power of two from 2MiB to 1GiB");
+		return cfg_fail(p, item, "must be a power of two from 2MiB to 1GiB");
 	return r;
 }
 
-static int parse_pool(struct parser *p, const cJSON *object)
+static int parse_pool(struct cfg_parser *p, const cJSON *object)
 {
 	static const char *const known[] = {"extent", "idle_shrink_ms", NULL};
 	const cJSON *item;
-	int r = check_fields(p, object, known);
+	int r = cfg_check_fields(p, object, known);
 
 	if (r)
 		return r;
@@ -526,7 +392,7 @@ static int parse_pool(struct parser *p, const cJSON *object)
 	return 0;
 }
 
-static int parse_root_field(struct parser *p, const cJSON *item)
+static int parse_root_field(struct cfg_parser *p, const cJSON *item)
 {
 	static const char *const checks[] = {"batch", "off", "strict"};
 	static const char *const stalls[] = {"warn", "kill"};
@@ -539,19 +405,19 @@ static int parse_root_field(struct parser *p, const cJSON *item)
 	if (!strcmp(item->string, "pool"))
 		return parse_pool(p, item);
 	if (!strcmp(item->string, "check"))
-		return get_choice(p, item, checks, 3, &c->check);
+		return cfg_get_choice(p, item, checks, 3, &c->check);
 	if (!strcmp(item->string, "stall_ms"))
-		return get_uint(p, item, 1, STALL_MS_MAX, &c->stall_ms);
+		return cfg_get_uint(p, item, 1, STALL_MS_MAX, &c->stall_ms);
 	if (!strcmp(item->string, "host_bytes"))
-		return get_size(p, item, &c->host_bytes);
-	r = get_choice(p, item, stalls, 2, &v);
+		return cfg_get_size(p, item, &c->host_bytes);
+	r = cfg_get_choice(p, item, stalls, 2, &v);
 	if (!r)
 		c->on_stall = v ? KVD_STALL_KILL : KVD_STALL_WARN;
 	return r;
 }
 
 /* Guaranteed memory that does not exist is no guarantee. */
-static int check_sums(struct parser *p)
+static int check_sums(struct cfg_parser *p)
 {
 	const struct kvd_config *c = p->config;
 	u64 sum = 0;
@@ -568,25 +434,26 @@ static int check_sums(struct parser *p)
 		json_path_push_key(&p->path, "tenants");
 		json_path_push_index(&p->path, (int)t);
 		json_path_push_key(&p->path, "gpus");
-		return fail(p, NULL,
-			    "with it the tenants' min add up to %llu, host_bytes is %llu",
-			    (unsigned long long)sum, (unsigned long long)c->host_bytes);
+		return cfg_fail(
+			p, NULL,
+			"with it the tenants' min add up to %llu, host_bytes is %llu",
+			(unsigned long long)sum, (unsigned long long)c->host_bytes);
 	}
 	return 0;
 }
 
-static int parse_root(struct parser *p, const cJSON *root)
+static int parse_root(struct cfg_parser *p, const cJSON *root)
 {
 	static const char *const known[] = {"domains",	"tenants",  "pool",	  "check",
 					    "stall_ms", "on_stall", "host_bytes", NULL};
 	const cJSON *item;
 	int r;
 
-	r = check_fields(p, root, known);
+	r = cfg_check_fields(p, root, known);
 	if (r)
 		return r;
 	if (!cJSON_HasObjectItem(root, "tenants"))
-		return fail(p, NULL, "field \"tenants\" is missing");
+		return cfg_fail(p, NULL, "field \"tenants\" is missing");
 	cJSON_ArrayForEach(item, root)
 	{
 		if (!strcmp(item->string, "domains"))
@@ -612,7 +479,7 @@ static int parse_root(struct parser *p, const cJSON *root)
 int kvd_config_parse(const char *text, size_t bytes, struct kvd_config *ret_config,
 		     char *error)
 {
-	struct parser p = {.text = text, .bytes = bytes, .error = error};
+	struct cfg_parser p = {.text = text, .bytes = bytes, .error = error};
 	const char *end = NULL;
 	cJSON *root = NULL;
 	int r;

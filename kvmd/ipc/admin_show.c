@@ -35,34 +35,28 @@ static void add_steps(struct kvd *kvd, struct kvd_conn *conn, cJSON *out)
 	}
 }
 
-/* Stocked and not popped; popped pages are the session's, also before kvmd noted it. */
-static void magazine_count(const struct kvd_session *s, u32 *ret_stocked, u32 *ret_popped)
+/* Stocked and not popped yet; held pages count both. */
+static u32 magazine_count(const struct kvd_session *s)
 {
-	u32 m, i;
+	u32 m, i, nr = 0;
 
-	*ret_stocked = *ret_popped = 0;
-	for (m = 0; m < KV_MAGAZINES; m++) {
-		for (i = 0; i < KV_MAGAZINE_SLOTS; i++) {
-			if (!s->mags[m].slots[i].word)
-				continue;
-			if (kvd_mag_popped(&s->mags[m], &s->page->magazines[m], i))
-				(*ret_popped)++;
-			else
-				(*ret_stocked)++;
-		}
-	}
+	for (m = 0; m < KV_MAGAZINES; m++)
+		for (i = 0; i < KV_MAGAZINE_SLOTS; i++)
+			nr += s->mags[m].slots[i].word &&
+			      !kvd_mag_popped(&s->mags[m], &s->page->magazines[m], i);
+	return nr;
 }
 
 static void add_session(struct kvd *kvd, struct kvd_conn *conn, cJSON *list)
 {
 	const struct kvd_session *s = conn->session;
-	u32 held = 0, pools = 0, stocked, popped, i;
+	u32 held = 0, pools = 0, stocked, i;
 	cJSON *o;
 
 	if (!s)
 		return;
 	o = cJSON_CreateObject();
-	magazine_count(s, &stocked, &popped);
+	stocked = magazine_count(s);
 	for (i = 0; i < KV_POOLS_MAX; i++) {
 		if (!s->attach[i].pool)
 			continue;
@@ -84,7 +78,7 @@ static void add_session(struct kvd *kvd, struct kvd_conn *conn, cJSON *list)
 							      : "live");
 	kvd_admin_u64(o, "age_ms", (kvd->now_ns - conn->opened_ns) / 1000000);
 	add_steps(kvd, conn, o);
-	cJSON_AddNumberToObject(o, "pages", held + popped);
+	cJSON_AddNumberToObject(o, "pages", held - stocked);
 	cJSON_AddNumberToObject(o, "magazine", stocked);
 	cJSON_AddNumberToObject(o, "pools", pools);
 	cJSON_AddNumberToObject(o, "requests", conn->nr_requests);

@@ -66,14 +66,16 @@ static int domain_get(struct kvd *kvd, const char *name, struct kvd_domain **ret
 	return r;
 }
 
-/* No quota line for this backend: the tenant may connect, and hold nothing. */
+/* No quota line for this backend: the tenant may connect; no page fits into one byte. */
+static const struct kvd_limits no_memory = {.high_bytes = 1, .max_bytes = 1, .weight = 1};
+
 static struct kvd_limits limits_of(const struct kvd *kvd,
 				   const struct kvd_config_tenant *t)
 {
 	const struct kvd_config_gpu *q = kvd_config_quota(t, kvd->backend->ops->name);
 
 	if (!q)
-		return (struct kvd_limits){.weight = 1};
+		return no_memory;
 	return (struct kvd_limits){
 		.min_bytes = q->min_bytes,
 		.high_bytes = q->high_bytes,
@@ -135,7 +137,7 @@ static void mins_drop(struct kvd *kvd, const struct kvd_config *config, u32 *ret
 	for (i = 0; i < KVD_TENANTS_MAX; i++) {
 		struct kvd_tenant *have = kvd->core.tenants[i];
 		const struct kvd_config_tenant *ct;
-		struct kvd_limits l = {.weight = 1};
+		struct kvd_limits l = no_memory;
 		int r;
 
 		if (!have)

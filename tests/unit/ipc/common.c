@@ -13,7 +13,7 @@
 #include "kvmd/dbg/log.h"
 #include "tests/kvt.h"
 
-/* ------------------------------------------------------------------------- the daemon */
+/* --------------------------------------------------------------- the daemon */
 
 static void daemon_child(const struct kvd_options *opt)
 {
@@ -156,7 +156,7 @@ void daemon_wait(const struct daemon *d, const char *request, const char *path,
 	KVT_FAIL("%s: %s is %g, expected %g", request, path, v, want);
 }
 
-/* ------------------------------------------------------------------------- the client */
+/* --------------------------------------------------------------- the client */
 
 void raw_connect(struct raw *c, const struct daemon *d)
 {

@@ -165,6 +165,7 @@ KVT_TEST(bad_quotas)
 {
 	bad_gpu("{\"gpu\":\"host\",\"max\":\"4GBB\"}", "tenants[0].gpus[0].max",
 		"\"4GBB\"");
+	bad_gpu("{\"gpu\":\"host\",\"max\":0}", "tenants[0].gpus[0].max", "more than 0");
 	bad_gpu("{\"gpu\":\"host\",\"max\":-1}", "tenants[0].gpus[0].max", "-1");
 	bad_gpu("{\"gpu\":\"host\",\"max\":1.5}", "tenants[0].gpus[0].max", "1.5");
 	bad_gpu("{\"gpu\":\"host\",\"max\":1e300}", "tenants[0].gpus[0].max", "1e+300");
