@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * pressure.c - too few pages: requests are preempted, computed again, and all of them
+ * finish with the tokens they would have had alone.
+ */
+#include "tests/kvt.h"
+#include "tests/e2e/common.h"
+
+#include <time.h>
+
+#define NR	8
+#define PROMPT	150
+#define NEW	90 /* 240 tokens: 4 pages */
+#define TEXT_AT 40
+
+static struct rig rig;
+static u32 prompts[NR][PROMPT];
+static struct trace alone[NR], t[NR];
+
+static void open_small(const char *host_bytes)
+{
+	const char *args[] = {"--host-bytes", host_bytes, NULL};
+
+	rig_kvmd(&rig, args);
+	rig_model(&rig, "tiny-k2", ENG_WEIGHTS_AS_IS);
+	for (u32 i = 0; i < NR; i++)
+		rig_prompt(TEXT_AT + i, prompts[i], PROMPT);
+}
+
+static u32 pool_pages(struct eng_engine *e)
+{
+	struct kvc_pool_info info;
+
+	kvc_pool_get_info(eng_engine_pool(e), &info);
+	return info.geometry.nr_pages;
+}
+
+/* Four at a time, which the pool can hold. */
+static void run_unpressed(u32 nr_new)
+{
+	struct eng_options opt = {
+		.kv = ENG_KV_FP8, .no_seal = true, .no_prefix = true, .batch_max = 4};
+	struct eng_engine *e = rig_engine(&rig, &opt);
+
+	for (u32 i = 0; i < NR; i++)
+		trace_submit(e, &alone[i], prompts[i], PROMPT, nr_new, true);
+	rig_run(e);
+	for (u32 i = 0; i < NR; i++)
+		KVT_EXPECT_EQ(alone[i].res.nr_preempted, 0);
+	eng_engine_destroy(e);
+}
+
+/* With sealing: what was computed before a preemption is mostly found again. */
+static void check_preempt(bool seal)
+{
+	struct eng_options opt = {.kv = ENG_KV_FP8, .no_seal = !seal, .no_prefix = !seal};
+	struct eng_engine *e;
+	struct eng_stats st;
+
+	open_small("4MiB");
+	run_unpressed(NEW);
+	e = rig_engine(&rig, &opt);
+	KVT_NOTE("pool of %u pages for %u requests of 4", pool_pages(e), NR);
+	KVT_EXPECT(pool_pages(e) < NR * 4 && pool_pages(e) >= 8);
+	for (u32 i = 0; i < NR; i++)
+		trace_submit(e, &t[i], prompts[i], PROMPT, NEW, false);
+	rig_run(e);
+	eng_engine_stats(e, &st);
+	for (u32 i = 0; i < NR; i++) {
+		KVT_EXPECT_STR(eng_finish_str(t[i].res.finish), "length");
+		trace_expect_equal(&alone[i], &t[i], "under pressure");
+	}
+	KVT_NOTE("%llu preemptions", (unsigned long long)st.preemptions);
+	KVT_EXPECT(st.preemptions > 0);
+	KVT_EXPECT_EQ(t[0].res.nr_preempted, 0); /* the oldest is nobody's victim */
+	eng_engine_destroy(e);
+	rig_close(&rig);
+}
+
+KVT_TEST(preempted_requests_finish_with_the_same_bits)
+{
+	check_preempt(false);
+}
+
+KVT_TEST(preempted_requests_find_their_sealed_pages)
+{
+	check_preempt(true);
+}
+
+/*
+ * O23: four engines share a pool that holds two and a half of their requests; all frees
+ * pass through steps and quarantine. Each engine must finish.
+ */
+KVT_TEST(o23_engines_short_of_pages_all_finish)
+{
+	struct eng_options opt = {.kv = ENG_KV_FP8, .no_seal = true, .no_prefix = true};
+	struct eng_engine *e[4];
+	u64 turns = 0;
+	u32 left = 4;
+
+	open_small("2MiB");
+	for (u32 i = 0; i < 4; i++) {
+		e[i] = rig_engine(&rig, &opt);
+		trace_submit(e[i], &t[i], prompts[i], 20 + i, 300, true);
+	}
+	KVT_NOTE("pool of %u pages, 4 engines that need 6 each", pool_pages(e[0]));
+	KVT_EXPECT(pool_pages(e[0]) < 24);
+	while (left) {
+		bool ran = false;
+
+		left = 0;
+		for (u32 i = 0; i < 4; i++) {
+			int rc = t[i].done ? 0 : eng_engine_turn(e[i]);
+
+			KVT_EXPECT(rc >= 0);
+			ran |= rc > 0;
+			left += !t[i].done;
+		}
+		if (left && !ran)
+			eng_engine_wait(e[0], 1);
+		turns++;
+	}
+	for (u32 i = 0; i < 4; i++) {
+		KVT_EXPECT_STR(eng_finish_str(t[i].res.finish), "length");
+		KVT_EXPECT_EQ(t[i].nr, 300);
+		KVT_NOTE("engine %u: %u preemptions", i, t[i].res.nr_preempted);
+		eng_engine_destroy(e[i]);
+	}
+	KVT_NOTE("%llu rounds", (unsigned long long)turns);
+	rig_close(&rig);
+}
+
+KVT_TEST(request_larger_than_the_pool_is_refused_at_submit)
+{
+	struct eng_options opt = {.kv = ENG_KV_FP8};
+	struct eng_params p = {
+		.prompt = prompts[0], .nr_prompt = PROMPT, .max_tokens = 4000};
+	struct eng_request *r = NULL;
+	struct eng_engine *e;
+	struct eng_err err;
+
+	open_small("2MiB");
+	e = rig_engine(&rig, &opt);
+	KVT_EXPECT_EQ(eng_request_submit(e, &p, &r, &err), -E2BIG);
+	KVT_EXPECT_HAS(err.text, "max_tokens=4000");
+	eng_engine_destroy(e);
+	rig_close(&rig);
+}
+
+/* Somebody else holds the pages and does not give them back: an outcome, not a hang. */
+KVT_TEST(no_pages_ends_in_an_outcome)
+{
+	struct eng_options opt = {.kv = ENG_KV_FP8, .no_seal = true, .admit_ms = 300};
+	struct kv_grant held[64];
+	struct eng_engine *e, *other;
+	u32 nr = 0;
+
+	open_small("2MiB");
+	other = rig_engine(&rig, &opt);
+	while (nr < 64 &&
+	       kvc_alloc(eng_engine_pool(other), 1, KV_GFP_NOWAIT, &held[nr]) == 0)
+		nr++;
+	KVT_EXPECT_EQ(nr, pool_pages(other));
+	e = rig_engine(&rig, &opt);
+	trace_submit(e, &t[0], prompts[0], PROMPT, 4, true);
+	rig_run(e);
+	KVT_EXPECT_EQ(t[0].res.finish, ENG_FINISH_NO_PAGES);
+	KVT_EXPECT_EQ(t[0].res.code, KV_FULL);
+	KVT_EXPECT_EQ(kvc_free(eng_engine_pool(other), held, nr), 0);
+	KVT_EXPECT_EQ(kvc_flush(eng_engine_kvc(other)), 0);
+	trace_submit(e, &t[1], prompts[1], PROMPT, 4, true);
+	rig_run(e);
+	KVT_EXPECT_EQ(t[1].res.finish, ENG_FINISH_LENGTH);
+	eng_engine_destroy(e);
+	eng_engine_destroy(other);
+	rig_close(&rig);
+}
+
+KVT_MAIN()
