@@ -147,7 +147,7 @@ int ipc_wait(pid_t pid)
 	return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
-/* ------------------------------------------------------------------------------- raw */
+/* ----------------------------------------------------------------------------- raw */
 
 int raw_connect(const struct eng_private_kvmd *d)
 {
@@ -271,10 +271,12 @@ void *raw_arg(struct ipc_raw *r, u32 off)
 
 struct kv_sqe raw_sqe(struct ipc_raw *r, u8 opcode)
 {
-	return (struct kv_sqe){.opcode = opcode,
-			       .ring_nonce = r->ring->nonce,
-			       .user_data = 0x1000 + r->sq_tail,
-			       .pool_id = r->pool_id};
+	return (struct kv_sqe){
+		.opcode = opcode,
+		.ring_nonce = r->ring->nonce,
+		.user_data = 0x1000 + r->sq_tail,
+		.pool_id = r->pool_id,
+		.gfp = opcode == KV_OP_ALLOC || opcode == KV_OP_FORK ? KV_GFP_NOWAIT : 0};
 }
 
 void raw_kick(struct ipc_raw *r)
