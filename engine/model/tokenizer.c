@@ -456,6 +456,15 @@ static int load_pre_tokenizer(struct eng_tokenizer *tok, const struct eng_json *
 
 /* ------------------------------------------------------------------ the file */
 
+/* {"type": "Sequence", "normalizers": []}: how some files say none */
+static bool is_empty_sequence(const struct eng_json *top, const char *field)
+{
+	const cJSON *list = cJSON_GetObjectItemCaseSensitive(eng_json_field(top, field),
+							     "normalizers");
+
+	return cJSON_IsArray(list) && !list->child;
+}
+
 static int check_options(const struct eng_json *top, const struct eng_json *model,
 			 struct eng_tokenizer *tok)
 {
@@ -475,7 +484,8 @@ static int check_options(const struct eng_json *top, const struct eng_json *mode
 		r = eng_json_refuse(model, "byte_fallback", -ENOTSUP, "false");
 	if (!r && cJSON_IsNumber(dropout) && dropout->valuedouble != 0)
 		r = eng_json_refuse(model, "dropout", -ENOTSUP, "null");
-	if (!r && !eng_json_absent(top, "normalizer"))
+	if (!r && !eng_json_absent(top, "normalizer") &&
+	    !is_empty_sequence(top, "normalizer"))
 		r = eng_json_refuse(top, "normalizer", -ENOTSUP, "null");
 	if (!r && cJSON_IsObject(dec.obj))
 		r = eng_json_only_str(&dec, "type", "ByteLevel");

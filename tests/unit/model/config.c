@@ -119,6 +119,56 @@ KVT_TEST(kimi_names_and_wrappers)
 	md_remove(dir);
 }
 
+/* The fields of published configurations, as far as a forward pass needs them. */
+KVT_TEST(published_configurations)
+{
+	static const char kimi[] =
+		"{\"architectures\":[\"DeepseekV3ForCausalLM\"],\"attention_bias\":false,"
+		"\"bos_token_id\":163584,\"eos_token_id\":163585,\"first_k_dense_replace\":1,"
+		"\"hidden_act\":\"silu\",\"hidden_size\":7168,\"intermediate_size\":18432,"
+		"\"kv_lora_rank\":512,\"max_position_embeddings\":131072,"
+		"\"model_type\":\"kimi_k2\",\"moe_intermediate_size\":2048,"
+		"\"moe_layer_freq\":1,\"n_group\":1,\"n_routed_experts\":384,"
+		"\"n_shared_experts\":1,\"norm_topk_prob\":true,\"num_attention_heads\":64,"
+		"\"num_experts_per_tok\":8,\"num_hidden_layers\":61,"
+		"\"num_key_value_heads\":64,\"q_lora_rank\":1536,\"qk_nope_head_dim\":128,"
+		"\"qk_rope_head_dim\":64,\"quantization_config\":{\"activation_scheme\":"
+		"\"dynamic\",\"fmt\":\"e4m3\",\"quant_method\":\"fp8\","
+		"\"weight_block_size\":[128,128]},\"rms_norm_eps\":1e-06,\"rope_scaling\":"
+		"{\"beta_fast\":1.0,\"beta_slow\":1.0,\"factor\":32.0,\"mscale\":1.0,"
+		"\"mscale_all_dim\":1.0,\"original_max_position_embeddings\":4096,"
+		"\"type\":\"yarn\"},\"rope_theta\":50000.0,\"routed_scaling_factor\":2.827,"
+		"\"scoring_func\":\"sigmoid\",\"topk_group\":1,\"topk_method\":\"noaux_tc\","
+		"\"v_head_dim\":128,\"vocab_size\":163840}";
+	static const char glm[] =
+		"{\"architectures\":[\"Glm4MoeForCausalLM\"],\"attention_bias\":true,"
+		"\"eos_token_id\":[151329,151336,151338],\"head_dim\":128,"
+		"\"hidden_act\":\"silu\",\"hidden_size\":5120,\"partial_rotary_factor\":0.5,"
+		"\"intermediate_size\":12288,\"max_position_embeddings\":131072,"
+		"\"moe_intermediate_size\":1536,\"norm_topk_prob\":true,"
+		"\"num_attention_heads\":96,\"n_group\":1,\"topk_group\":1,"
+		"\"n_routed_experts\":160,\"n_shared_experts\":1,"
+		"\"routed_scaling_factor\":2.5,\"num_experts_per_tok\":8,"
+		"\"first_k_dense_replace\":3,\"num_hidden_layers\":92,"
+		"\"num_key_value_heads\":8,\"rms_norm_eps\":1e-05,\"rope_scaling\":null,"
+		"\"rope_theta\":1000000,\"use_qk_norm\":true,\"vocab_size\":151552}";
+	char *dir = md_temp();
+	struct eng_config c;
+
+	md_write(md_path("%s/config.json", dir), kimi, strlen(kimi));
+	load_ok(dir, &c);
+	KVT_EXPECT_EQ(c.quant, ENG_QUANT_FP8);
+	KVT_EXPECT_EQ(c.nr_experts, 384);
+	KVT_EXPECT(fabsf(c.sm_scale - 0.130861f) <
+		   1e-5f); /* (0.1 ln 32 + 1)^2 / sqrt(192) */
+	md_write(md_path("%s/config.json", dir), glm, strlen(glm));
+	load_ok(dir, &c);
+	KVT_EXPECT_EQ(c.nr_eos, 3);
+	KVT_EXPECT_EQ(c.rope.dim, 64);
+	KVT_EXPECT_EQ(c.nr_dense, 3);
+	md_remove(dir);
+}
+
 /* Angles and YaRN's ramp against values worked out by the NumPy specification. */
 KVT_TEST(rope_tables)
 {

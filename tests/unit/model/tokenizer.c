@@ -427,6 +427,9 @@ KVT_TEST(both_forms_of_merges_and_patterns)
 
 	for (size_t i = 0; i < KV_ARRAY_SIZE(cases); i++)
 		KVT_EXPECT_EQ(load_edited(cases[i].field, cases[i].value, &err), 0);
+	KVT_EXPECT_EQ(load_edited("normalizer",
+				  "{\"type\":\"Sequence\",\"normalizers\":[]}", &err),
+		      0);
 	KVT_EXPECT_EQ(load_edited("pre_tokenizer",
 				  "{\"type\":\"ByteLevel\",\"add_prefix_space\":false}",
 				  &err),

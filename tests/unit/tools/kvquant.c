@@ -64,7 +64,7 @@ static u32 nr_entries(const char *dir)
 /* ------------------------------------------------------------- what is written */
 
 /* The directory and quantising on load give the same bits, hence the same id. */
-KVT_TEST(directories_equal_quantisation_on_load)
+KVT_TEST_T(directories_equal_quantisation_on_load, 180)
 {
 	char *dir = md_temp();
 
@@ -95,7 +95,7 @@ KVT_TEST(directories_equal_quantisation_on_load)
 }
 
 /* Dequantised experts are the codes times the scales, close to the BF16 values. */
-KVT_TEST(dequantised_values_are_near)
+KVT_TEST_T(dequantised_values_are_near, 180)
 {
 	char *dir = md_temp(), *out = strdup(md_path("%s/q", dir));
 	struct eng_model *q, *f;
@@ -227,7 +227,7 @@ static void kv_scales_round_trip(const char *model, u32 nr)
 	md_remove(dir);
 }
 
-KVT_TEST(kv_scales_are_stored_in_layout_order)
+KVT_TEST_T(kv_scales_are_stored_in_layout_order, 180)
 {
 	kv_scales_round_trip("tiny-k2", 5);
 	kv_scales_round_trip("tiny-glm", 4 * 2 * 2);
@@ -259,7 +259,7 @@ static void measure(const char *model, const char *out, size_t tokens, float *re
 
 /* --kv-scales end to end, through a private kvmd: largest values only grow with the text.
  */
-KVT_TEST(kv_scales_are_measured)
+KVT_TEST_T(kv_scales_are_measured, 180)
 {
 	char *dir = md_temp(), *model = strdup(md_model("tiny-glm"));
 	char *a = strdup(md_path("%s/a", dir)), *b = strdup(md_path("%s/b", dir)),
@@ -426,7 +426,7 @@ KVT_TEST(write_errors_leave_nothing)
 	md_remove(dir);
 }
 
-KVT_TEST(inputs_that_cannot_be_quantised)
+KVT_TEST_T(inputs_that_cannot_be_quantised, 180)
 {
 	char *dir = md_temp(), *q = strdup(md_path("%s/q", dir)),
 	     *model = md_clone("tiny-glm"), *path, *bytes;
