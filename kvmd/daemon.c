@@ -274,6 +274,8 @@ static void tick(struct kvd *kvd)
 	audit_tick(kvd);
 	if (kvd->spare_fd < 0)
 		kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+	kvd_listen_tick(&kvd->engine_listen);
+	kvd_listen_tick(&kvd->admin_listen);
 }
 
 /* 0: there is work now. */

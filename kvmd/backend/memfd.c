@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/mutant.h"
 #include "kvmd/dbg/fault.h"
 
 #ifndef MFD_NOEXEC_SEAL
@@ -56,7 +57,7 @@ int kvd_memfd_create(const char *name, u64 size_bytes, enum kvd_memfd_seals seal
 		madvise(addr, size_bytes, MADV_DONTDUMP);
 	}
 	/* After the mapping: FUTURE_WRITE lets that one go on and refuses every other. */
-	if (seals == KVD_MEMFD_TABLE)
+	if (seals == KVD_MEMFD_TABLE && !KV_MUTANT(table_unsealed))
 		flags |= F_SEAL_FUTURE_WRITE;
 	if (fcntl(fd, F_ADD_SEALS, flags)) {
 		r = -errno;

@@ -11,6 +11,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "base/mutant.h"
 #include "kvmd/daemon.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
@@ -31,11 +32,16 @@ static void refuse_one(struct kvd_listen *l)
 	kvd_stats.connections_refused++;
 	kvd_warn("ipc/listen", "%s: no file descriptor left: a peer was refused",
 		 l->path);
+	if (KV_MUTANT(no_spare_fd))
+		return;
 	if (kvd->spare_fd >= 0)
 		close(kvd->spare_fd);
 	fd = accept4(l->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
 	if (fd >= 0)
 		close(fd);
+	else if (errno == EMFILE || errno == ENFILE)
+		kvd_loop_del(kvd->loop,
+			     &l->watch); /* not even so: leave them to the next tick */
 	kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
 }
 
@@ -137,6 +143,12 @@ out:
 	if (!error[0])
 		snprintf(error, KVD_CONFIG_ERROR_BYTES, "%s: %s", path, strerror(-r));
 	return r;
+}
+
+void kvd_listen_tick(struct kvd_listen *l)
+{
+	if (l->fd >= 0 && !l->watch.id)
+		kvd_loop_add(l->kvd->loop, &l->watch);
 }
 
 void kvd_listen_close(struct kvd_listen *l)

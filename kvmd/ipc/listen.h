@@ -36,6 +36,9 @@ struct kvd_listen {
 int kvd_listen_open(struct kvd *kvd, struct kvd_listen *l, const char *path, int type,
 		    u32 mode, void (*accepted)(struct kvd *kvd, int fd), char *error);
 
+/** kvd_listen_tick() - listen again after a lack of fds */
+void kvd_listen_tick(struct kvd_listen *l);
+
 /** kvd_listen_close() - stop listening and remove the path */
 void kvd_listen_close(struct kvd_listen *l);
 

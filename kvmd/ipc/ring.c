@@ -89,7 +89,8 @@ static int cq_room(struct kvd_ring *ring)
 
 	if (used > ring->cq_depth && !KV_MUTANT(ring_jump_ok))
 		return ring_fault(ring, KVD_RING_CQ_JUMP, used);
-	return used + unpublished + ring->nr_parked < ring->cq_depth;
+	return used + unpublished + ring->nr_parked < ring->cq_depth ||
+	       KV_MUTANT(cq_overrun);
 }
 
 /* The client may write between the two: the copy is what counts. */
@@ -181,7 +182,8 @@ bool kvd_ring_publish(struct kvd_ring *ring)
 
 int kvd_ring_args(const struct kvd_ring *ring, u32 off, u32 bytes, void *dst)
 {
-	if (off > ring->arg_bytes || bytes > ring->arg_bytes - off)
+	if ((off > ring->arg_bytes || bytes > ring->arg_bytes - off) &&
+	    !KV_MUTANT(args_outside_ok))
 		return -EFAULT;
 	memcpy(dst, ring->args + off, bytes);
 	/* The compiler must not go back to the shared area later. */

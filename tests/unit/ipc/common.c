@@ -97,6 +97,17 @@ int daemon_nr_fds(const struct daemon *d)
 	return nr - 2;
 }
 
+int daemon_free_fd(const struct daemon *d)
+{
+	char path[64];
+	int fd = 0;
+
+	do {
+		snprintf(path, sizeof(path), "/proc/%d/fd/%d", d->pid, fd++);
+	} while (!access(path, F_OK));
+	return fd - 1;
+}
+
 cJSON *daemon_ask(const struct daemon *d, const char *request)
 {
 	struct sockaddr_un addr = {.sun_family = AF_UNIX};

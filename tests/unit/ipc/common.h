@@ -33,6 +33,9 @@ void daemon_stop(struct daemon *d);
 /** daemon_nr_fds() - open fds of the daemon */
 int daemon_nr_fds(const struct daemon *d);
 
+/** daemon_free_fd() - lowest fd number that is not in use */
+int daemon_free_fd(const struct daemon *d);
+
 /** daemon_ask() - one admin request, given as JSON text; the caller deletes the reply */
 cJSON *daemon_ask(const struct daemon *d, const char *request);
 

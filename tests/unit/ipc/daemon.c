@@ -532,7 +532,7 @@ KVT_TEST_T(o58_running_out_of_fds_drops_one_peer_at_a_time, 60)
 	before = daemon_nr_fds(&d);
 	KVT_EXPECT(!prlimit(d.pid, RLIMIT_NOFILE, NULL, &lim));
 	low = lim;
-	low.rlim_cur = (rlim_t)before;
+	low.rlim_cur = (rlim_t)daemon_free_fd(&d); /* "current + 0": the next one fails */
 	KVT_EXPECT(!prlimit(d.pid, RLIMIT_NOFILE, &low, NULL));
 	for (i = 0; i < 50; i++) {
 		raw_connect(&c[i], &d);
