@@ -77,7 +77,7 @@ static void route_token(const struct kvk_moe_route_args *a, u32 t)
 		biased[i] = a->bias ? score[i] + a->bias[i] : score[i];
 		bad |= kvk_is_nan(biased[i]);
 	}
-	if (bad) {
+	if (bad && !KV_MUTANT(route_nan)) {
 		route_nan(a, ids, weights);
 		return;
 	}

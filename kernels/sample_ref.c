@@ -128,7 +128,7 @@ static void sample_row(const struct kvk_sample_args *a, u32 row)
 	d.max = d.logits[id];
 	d.temperature = temperature;
 	/* an infinite maximum leaves nothing to draw from */
-	if (bad)
+	if (bad && !KV_MUTANT(sample_nan))
 		id = 0;
 	else if (temperature > 0 && isfinite(d.max) && a->top_p[row] > 0)
 		id = draw_id(&d, a->top_p[row], a->seeds[row]);

@@ -241,6 +241,43 @@ KVT_TEST(append_only_through_write_rows)
 	kvt_paged_fini(&f);
 }
 
+/* With checks switched off the engine writes good verdicts itself: a wild row must still
+ * not become a wild address. */
+KVT_TEST(row_outside_the_pool_is_never_an_address)
+{
+	struct kv_layout l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 1);
+	u32 len = 130, q = 1;
+	struct kvt_paged f;
+	float x[576] = {0}, out[512] = {0};
+	u8 *copy;
+
+	rng.state = kvt_rand64();
+	kvt_paged_init(&f, &rng, &l, 8);
+	kvt_paged_batch(&f, &rng, &len, &q, 1);
+	copy = pool_copy(&f);
+	f.rows[2].pfn = 0xfffffff0;
+	{
+		struct kvk_append_args a = {.pages = f.pages,
+					    .batch = f.batch,
+					    .src_dtype = KVK_F32,
+					    .latent = x,
+					    .rope = x};
+		struct kvk_attn_args at = {.pages = f.pages,
+					   .batch = f.batch,
+					   .nr_q_heads = 1,
+					   .act_dtype = KVK_F32,
+					   .q = x,
+					   .out = out};
+
+		KVT_EXPECT_EQ(kvk_host_ops()->append(&a, NULL), 0);
+		KVT_EXPECT_EQ(kvk_host_ops()->attn_mla(&at, NULL), 0);
+	}
+	KVT_EXPECT_EQ(nr_changed(&f, copy), 0);
+	KVT_EXPECT_EQ(kvt_nr_finite(out, 512), 0);
+	free(copy);
+	kvt_paged_fini(&f);
+}
+
 /* A length shorter than the step's tokens is nonsense: nothing before position 0 is
  * written. */
 KVT_TEST(append_skips_positions_before_the_sequence)
