@@ -75,7 +75,7 @@ int kvk_append_ref(const struct kvk_append_args *a, kvk_stream stream)
 
 	if (r)
 		return r;
-#pragma omp parallel for schedule(dynamic) reduction(+ : nr_nan) if (b->nr_tokens > 4)
+#pragma omp parallel for schedule(dynamic) reduction(+ : nr_nan) if (b->nr_tokens > 16)
 	for (u32 q = 0; q < b->nr_requests; q++) {
 		if (!kvk_request_ok(b, &a->pages, q))
 			continue;

@@ -10,7 +10,7 @@
 #include "ref.h"
 
 #define XBUF_FLOATS (128u << 10) /* stack of a thread: 512 KiB */
-#define WORK_MIN    (1u << 16)	 /* multiply-adds below which one thread is faster */
+#define WORK_MIN    (1u << 18)	 /* multiply-adds below which one thread is faster */
 
 struct x_block {
 	const float *row[KVK_GEMM_TOKENS];
