@@ -22,7 +22,7 @@ int kvk_batch_check(const struct kvk_batch *b, bool need_tokens)
 		if (need_tokens && b->q_start[r + 1] < b->q_start[r])
 			return -EINVAL;
 	}
-	if (need_tokens && (b->q_start[0] || b->q_start[b->nr_requests] != b->nr_tokens))
+	if (need_tokens && b->q_start[b->nr_requests] != b->nr_tokens)
 		return -EINVAL;
 	return 0;
 }
