@@ -20,6 +20,7 @@
 #define BODY_MAX	(4u << 20)
 #define CONNECTIONS_MAX 256u
 #define PEER_POLL_NS	(20 * KV_NSEC_PER_MSEC)
+#define STOP_WAIT_NS	(2 * KV_NSEC_PER_SEC)
 #define STREAM_BLOCK	4096u
 
 struct eng_http {
@@ -27,9 +28,10 @@ struct eng_http {
 	struct MHD_Daemon *daemon;
 	struct eng_listener listener;
 	time_t created;
-	u64 next_id;  /* atomic */
-	u32 active;   /* atomic */
-	bool healthy; /* atomic */
+	u64 next_id;   /* atomic */
+	u32 active;    /* atomic: completions */
+	u32 in_flight; /* atomic: HTTP requests whose answer is not yet written */
+	bool healthy;  /* atomic */
 };
 
 /* One HTTP request; belongs to its connection's thread. */
@@ -422,8 +424,12 @@ static enum MHD_Result on_request(void *arg, struct MHD_Connection *c, const cha
 	struct call *call = *call_ptr;
 
 	if (!call) {
-		*call_ptr = calloc(1, sizeof(*call));
-		return *call_ptr ? MHD_YES : MHD_NO;
+		call = *call_ptr = calloc(1, sizeof(*call));
+		if (!call)
+			return MHD_NO;
+		__atomic_add_fetch(&((struct eng_http *)arg)->in_flight, 1,
+				   __ATOMIC_RELAXED);
+		return MHD_YES;
 	}
 	if (*nr_data) {
 		take_body(call, data, *nr_data);
@@ -436,10 +442,12 @@ static enum MHD_Result on_request(void *arg, struct MHD_Connection *c, const cha
 static void on_completed(void *arg, struct MHD_Connection *c, void **call_ptr,
 			 enum MHD_RequestTerminationCode code)
 {
+	struct eng_http *s = arg;
 	struct call *call = *call_ptr;
 
 	if (!call)
 		return;
+	__atomic_sub_fetch(&s->in_flight, 1, __ATOMIC_RELAXED);
 	free(call->body);
 	free(call);
 	*call_ptr = NULL;
@@ -465,7 +473,7 @@ int eng_http_start(const struct eng_http_options *opt, struct eng_http **ret,
 		0, NULL, NULL, on_request, s, MHD_OPTION_LISTEN_SOCKET, s->listener.fd,
 		MHD_OPTION_CONNECTION_LIMIT, CONNECTIONS_MAX,
 		MHD_OPTION_CONNECTION_TIMEOUT, 120u, MHD_OPTION_NOTIFY_COMPLETED,
-		on_completed, NULL, MHD_OPTION_END);
+		on_completed, s, MHD_OPTION_END);
 	if (!s->daemon) {
 		rc = eng_refuse(err, -EIO, "libmicrohttpd did not start");
 		goto close_listener;
@@ -491,7 +499,15 @@ void eng_http_set_healthy(struct eng_http *s, bool healthy)
 
 void eng_http_stop(struct eng_http *s)
 {
-	MHD_stop_daemon(s->daemon); /* closes the listening socket */
-	eng_listener_close(&s->listener, false);
+	u64 end_ns = kv_now_ns() + STOP_WAIT_NS;
+
+	MHD_quiesce_daemon(s->daemon); /* the listening socket is ours again */
+	while (__atomic_load_n(&s->in_flight, __ATOMIC_RELAXED) && kv_now_ns() < end_ns) {
+		struct timespec ts = {0, 1000000};
+
+		nanosleep(&ts, NULL);
+	}
+	MHD_stop_daemon(s->daemon); /* would cut off answers still being written */
+	eng_listener_close(&s->listener, true);
 	free(s);
 }
