@@ -351,6 +351,40 @@ static int parse_fp8(const struct eng_json *j, struct eng_config *c)
 	return 0;
 }
 
+/*
+ * {"bits": 4, "group_size": 128, "sym": true, "desc_act": false}. The first format stores
+ * zero points minus one: which of the two a file follows is said by name, never guessed.
+ */
+static int parse_gptq(const struct eng_json *j, struct eng_config *c)
+{
+	bool sym = false, desc_act = false;
+	const char *format = "gptq";
+	u32 bits = 0;
+	int rc = 0;
+
+	rc = rc ?: eng_json_u32(j, "bits", 4, 4, &bits);
+	rc = rc ?: eng_json_u32(j, "group_size", 32, 128, &c->quant_group);
+	rc = rc ?: eng_json_bool(j, "sym", &sym);
+	rc = rc ?: eng_json_bool_or(j, "desc_act", false, &desc_act);
+	if (!rc && !eng_json_absent(j, "checkpoint_format"))
+		rc = eng_json_str(j, "checkpoint_format", &format);
+	if (rc)
+		return rc;
+	if (!sym)
+		return eng_json_refuse(j, "sym", -ENOTSUP,
+				       "true (zero points are not built)");
+	if (desc_act)
+		return eng_json_refuse(j, "desc_act", -ENOTSUP, "false");
+	if (c->quant_group != 32 && c->quant_group != 64 && c->quant_group != 128)
+		return eng_json_refuse(j, "group_size", -ENOTSUP, "32, 64 or 128");
+	if (strcmp(format, "gptq") && strcmp(format, "gptq_v2"))
+		return eng_json_refuse(j, "checkpoint_format", -ENOTSUP,
+				       "\"gptq\" or \"gptq_v2\"");
+	c->quant = ENG_QUANT_GPTQ;
+	c->quant_zero = strcmp(format, "gptq") ? 8 : 7;
+	return 0;
+}
+
 static int parse_quant(const struct eng_json *top, struct eng_config *c)
 {
 	struct eng_json j = {.file = top->file,
@@ -371,8 +405,10 @@ static int parse_quant(const struct eng_json *top, struct eng_config *c)
 		return parse_compressed_tensors(&j, c);
 	if (!strcmp(method, "fp8"))
 		return parse_fp8(&j, c);
+	if (!strcmp(method, "gptq"))
+		return parse_gptq(&j, c);
 	return eng_json_refuse(&j, "quant_method", -ENOTSUP,
-			       "\"compressed-tensors\" or \"fp8\"");
+			       "\"compressed-tensors\", \"gptq\" or \"fp8\"");
 }
 
 static int parse_config(const struct eng_json *j, struct eng_config *c)

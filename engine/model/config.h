@@ -20,6 +20,7 @@ enum eng_quant {
 	ENG_QUANT_NONE = 0, /* BF16 (or F32) throughout */
 	ENG_QUANT_INT4 = 1, /* compressed-tensors pack-quantized, symmetric, by groups */
 	ENG_QUANT_FP8 = 2,  /* e4m3, 128 x 128 blocks, weight_scale_inv */
+	ENG_QUANT_GPTQ = 3, /* INT4 in GPTQ's layout, symmetric, in group order */
 };
 
 #define ENG_EOS_MAX 8u
@@ -73,7 +74,8 @@ struct eng_rope {
  * @bos: token id, or -1
  * @eos, @nr_eos: ids that end a text
  * @quant: enum eng_quant of the directory
- * @quant_group: INT4: group size
+ * @quant_group: INT4, GPTQ: group size
+ * @quant_zero: GPTQ: what qzeros hold: 7 (zero point 8 minus one), or 8 ("gptq_v2")
  */
 struct eng_config {
 	u32 arch;
@@ -110,6 +112,7 @@ struct eng_config {
 	u32 nr_eos;
 	u32 quant;
 	u32 quant_group;
+	u32 quant_zero;
 	struct eng_rope rope;
 };
 

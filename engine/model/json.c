@@ -244,7 +244,10 @@ int eng_json_u32(const struct eng_json *j, const char *field, u32 min, u32 max, 
 	u64 n;
 
 	if (!eng_json_int(eng_json_field(j, field), &n) || n < min || n > max) {
-		snprintf(want, sizeof(want), "an integer in %u..%u", min, max);
+		if (min == max)
+			snprintf(want, sizeof(want), "%u (nothing else is built)", min);
+		else
+			snprintf(want, sizeof(want), "an integer in %u..%u", min, max);
 		return eng_json_refuse(j, field, -EINVAL, want);
 	}
 	*ret = (u32)n;

@@ -81,28 +81,35 @@ void eng_experts_bytes(const struct kvk_experts *e, u64 ret_bytes[4])
 	ret_bytes[3] = e->nr_experts * eng_weight_scale_bytes(&down);
 }
 
+/* The scheme that a quantised directory is stored in, if it is one that can be asked for.
+ */
+static u32 stored_scheme(const struct eng_config *c)
+{
+	if (c->quant == ENG_QUANT_FP8)
+		return ENG_WEIGHTS_FP8;
+	if (c->quant_group == 32)
+		return ENG_WEIGHTS_INT4_G32;
+	return c->quant_group == 128 ? ENG_WEIGHTS_INT4_G128 : ENG_WEIGHTS_AS_IS;
+}
+
 /* What @asked means for this directory: AS_IS when it is stored that way already. */
 static int pick_scheme(const char *dir, const struct eng_config *c, u32 asked, u32 *ret,
 		       struct eng_err *err)
 {
-	*ret = asked;
 	if (asked >= KV_ARRAY_SIZE(weights_names))
 		return eng_refuse(err, -EINVAL, "weights: scheme %u is not known", asked);
-	if (c->quant == ENG_QUANT_NONE || asked == ENG_WEIGHTS_AS_IS ||
-	    asked == ENG_WEIGHTS_F32)
+	if (c->quant == ENG_QUANT_NONE || asked == ENG_WEIGHTS_F32) {
+		*ret = asked;
 		return 0;
+	}
+	if (asked != ENG_WEIGHTS_AS_IS && asked != stored_scheme(c))
+		return eng_refuse(
+			err, -EINVAL,
+			"%s/config.json: quantization_config says %s, %s asked for", dir,
+			c->quant == ENG_QUANT_FP8 ? "fp8" : "int4",
+			eng_weights_name(asked));
 	*ret = ENG_WEIGHTS_AS_IS;
-	if (c->quant == ENG_QUANT_FP8 && asked == ENG_WEIGHTS_FP8)
-		return 0;
-	if (c->quant == ENG_QUANT_INT4 && c->quant_group == 32 &&
-	    asked == ENG_WEIGHTS_INT4_G32)
-		return 0;
-	if (c->quant == ENG_QUANT_INT4 && c->quant_group == 128 &&
-	    asked == ENG_WEIGHTS_INT4_G128)
-		return 0;
-	return eng_refuse(
-		err, -EINVAL, "%s/config.json: quantization_config says %s, %s asked for",
-		dir, c->quant == ENG_QUANT_FP8 ? "fp8" : "int4", eng_weights_name(asked));
+	return 0;
 }
 
 static int load_tokenizer(const char *dir, struct eng_model *m, struct eng_err *err)

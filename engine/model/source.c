@@ -11,6 +11,7 @@
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+#include "base/mutant.h"
 #include "engine/model/quant.h"
 #include "kernels/fp8.h"
 #include "kernels/int4.h"
@@ -112,6 +113,81 @@ static int find_int4(struct eng_tensors *ts, const struct eng_config *c, const c
 	return 0;
 }
 
+/* Every nibble of qzeros is the one that means "8"; groups are in order. */
+static int check_gptq(const struct eng_config *c, const struct eng_tensor *zeros,
+		      const struct eng_tensor *order, struct eng_err *err)
+{
+	u8 want = (u8)(c->quant_zero * 0x11);
+
+	for (u64 i = 0; i < zeros->bytes; i++)
+		if (zeros->data[i] != want && !KV_MUTANT(gptq_zero))
+			return eng_refuse(
+				err, -EINVAL,
+				"%s: tensor %.200s holds zero points %#x, expected %#x: "
+				"not symmetric, or another checkpoint_format",
+				zeros->file, zeros->name, zeros->data[i], want);
+	for (u64 i = 0; order && i < order->bytes / 4; i++) {
+		s32 group;
+
+		memcpy(&group, order->data + 4 * i, 4);
+		if (group != (s32)(i / c->quant_group))
+			return eng_refuse(
+				err, -ENOTSUP,
+				"%s: tensor %.200s: column %llu is in group %d: reordered "
+				"columns are not built",
+				order->file, order->name, (unsigned long long)i, group);
+	}
+	return 0;
+}
+
+static int find_gptq(struct eng_tensors *ts, const struct eng_config *c, const char *base,
+		     const struct eng_tensor *words, struct eng_source *s,
+		     struct eng_err *err)
+{
+	const struct eng_tensor *scale = NULL, *zeros = NULL, *order;
+	char name[NAME_MAX_BYTES];
+	u64 groups;
+	int r;
+
+	if (c->quant != ENG_QUANT_GPTQ)
+		return eng_refuse(
+			err, -EINVAL,
+			"%s: tensor %.200s is GPTQ's, but config.json has no gptq "
+			"quantization_config",
+			words->file, words->name);
+	if (!kvk_int4_shape_ok(s->cols, c->quant_group) || s->rows % 8)
+		return eng_refuse(
+			err, -EINVAL,
+			"%s: tensor %.200s: [%u,%u] does not divide into groups of %u and "
+			"rows of 8",
+			words->file, words->name, s->rows, s->cols, c->quant_group);
+	if (!eng_tensor_is(words, ENG_ST_I32, s->cols / 8, s->rows))
+		return refuse_shape(words, "I32", s->cols / 8, s->rows, err);
+	groups = s->cols / c->quant_group;
+	r = find_part(ts, base, "scales", &scale, err);
+	r = r ?: find_part(ts, base, "qzeros", &zeros, err);
+	if (r)
+		return r;
+	if (!eng_tensor_is(scale, ENG_ST_F16, groups, s->rows) &&
+	    !eng_tensor_is(scale, ENG_ST_BF16, groups, s->rows))
+		return refuse_shape(scale, "F16 or BF16", groups, s->rows, err);
+	if (!eng_tensor_is(zeros, ENG_ST_I32, groups, s->rows / 8))
+		return refuse_shape(zeros, "I32", groups, s->rows / 8, err);
+	snprintf(name, sizeof(name), "%s.g_idx", base);
+	order = eng_tensors_use(ts, name);
+	if (order && !eng_tensor_is(order, ENG_ST_I32, s->cols, 0))
+		return refuse_shape(order, "I32", 1, s->cols, err);
+	s->dtype = KVK_INT4;
+	s->group = c->quant_group;
+	s->scale_dtype = scale->dtype == ENG_ST_F16 ? KVK_F16 : KVK_BF16;
+	s->transposed = true;
+	s->name = words->name;
+	s->file = words->file;
+	s->data = words->data;
+	s->scales = scale->data;
+	return check_gptq(c, zeros, order, err);
+}
+
 static int find_fp8(struct eng_tensors *ts, const struct eng_config *c, const char *base,
 		    struct eng_source *s, struct eng_err *err)
 {
@@ -147,6 +223,12 @@ int eng_source_find(struct eng_tensors *ts, const struct eng_config *c, const ch
 	t = eng_tensors_use(ts, name);
 	if (t) {
 		r = find_int4(ts, c, base, t, &s, err);
+		goto out;
+	}
+	snprintf(name, sizeof(name), "%s.qweight", base);
+	t = eng_tensors_use(ts, name);
+	if (t) {
+		r = find_gptq(ts, c, base, t, &s, err);
 		goto out;
 	}
 	r = find_part(ts, base, "weight", &t, err);
@@ -190,18 +272,28 @@ static u16 load_u16(const u8 *p)
 	return h;
 }
 
+/* Places of word and scale @i of a row, in bytes. */
+static size_t word_at(const struct eng_source *s, u32 row, u32 i)
+{
+	return 4 * (s->transposed ? (size_t)i * s->rows + row
+				  : (size_t)row * kvk_int4_row_words(s->cols) + i);
+}
+
+static size_t scale_at(const struct eng_source *s, u32 row, u32 i)
+{
+	return 2 * (s->transposed ? (size_t)i * s->rows + row
+				  : (size_t)row * (s->cols / s->group) + i);
+}
+
 static void int4_row(const struct eng_source *s, u32 row, float *ret)
 {
-	u32 words = kvk_int4_row_words(s->cols), scales = s->cols / s->group;
-	const u8 *w = s->data + (size_t)row * words * 4;
-	const u8 *sc = s->scales + (size_t)row * scales * 2;
-
 	for (u32 i = 0; i < s->cols; i++) {
-		u32 nibble = w[i / 2] >> (i % 2 * 4) & 0xf;
-		float scale = kvk_scale16_to_f32(load_u16(sc + i / s->group * 2),
-						 s->scale_dtype == KVK_F16);
+		const u8 *w = s->data + word_at(s, row, i / KVK_INT4_PER_WORD);
+		u32 nibble = w[i % KVK_INT4_PER_WORD / 2] >> (i % 2 * 4) & 0xf;
+		u16 scale = load_u16(s->scales + scale_at(s, row, i / s->group));
 
-		ret[i] = (float)((s32)nibble - KVK_INT4_ZERO) * scale;
+		ret[i] = (float)((s32)nibble - KVK_INT4_ZERO) *
+			 kvk_scale16_to_f32(scale, s->scale_dtype == KVK_F16);
 	}
 }
 
@@ -234,6 +326,17 @@ void eng_source_rows(const struct eng_source *s, u32 row, u32 nr, float *ret)
 
 /* ------------------------------------------------------------ kernels' forms */
 
+/* A word holds eight columns of one row in both layouts: only places change. */
+static void put_transposed(const struct eng_source *s, u8 *data, u8 *scales)
+{
+	for (u32 row = 0; row < s->rows; row++) {
+		for (u32 i = 0; i < kvk_int4_row_words(s->cols); i++, data += 4)
+			memcpy(data, s->data + word_at(s, row, i), 4);
+		for (u32 i = 0; i < s->cols / s->group; i++, scales += 2)
+			memcpy(scales, s->scales + scale_at(s, row, i), 2);
+	}
+}
+
 static void put_same(const struct eng_source *s, void *data, void *scales)
 {
 	size_t n = (size_t)s->rows * s->cols;
@@ -244,6 +347,8 @@ static void put_same(const struct eng_source *s, void *data, void *scales)
 		memcpy(data, s->data, n);
 		memcpy(scales, s->scales,
 		       (size_t)kvk_fp8_blocks(s->rows) * kvk_fp8_blocks(s->cols) * 4);
+	} else if (s->transposed) {
+		put_transposed(s, data, scales);
 	} else {
 		memcpy(data, s->data, n / 2);
 		memcpy(scales, s->scales, n / s->group * 2);

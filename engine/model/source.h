@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * source.h - one matrix of a checkpoint, in whichever of the three forms it is stored.
+ * source.h - one matrix of a checkpoint, in whichever of the four forms it is stored.
  *
  *   X.weight BF16 or F32 [rows][cols]
  *   X.weight F8_E4M3 [rows][cols] with X.weight_scale_inv F32
@@ -23,6 +23,7 @@
  * @dtype: enum kvk_dtype
  * @rows, @cols: as asked for
  * @group, @scale_dtype: INT4
+ * @transposed: INT4: GPTQ's layout
  * @data, @scales: as stored, any alignment
  */
 struct eng_source {
@@ -33,6 +34,7 @@ struct eng_source {
 	u32 cols;
 	u32 group;
 	u32 scale_dtype;
+	bool transposed;
 	const u8 *data;
 	const u8 *scales;
 };

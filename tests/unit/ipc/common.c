@@ -15,22 +15,23 @@
 
 /* --------------------------------------------------------------- the daemon */
 
+struct kvd daemon_kvd;
+
 static void daemon_child(const struct kvd_options *opt)
 {
-	static struct kvd kvd;
 	char error[KVD_CONFIG_ERROR_BYTES];
 	int r;
 
 	prctl(PR_SET_PDEATHSIG, SIGKILL);
 	kvd_log_setup(STDERR_FILENO, getenv("KVT_VERBOSE") ? KVD_LOG_DBG : KVD_LOG_ERR);
-	r = kvd_init(&kvd, opt, error);
+	r = kvd_init(&daemon_kvd, opt, error);
 	if (r) {
 		printf("# kvd_init: %s\n", error);
 		fflush(stdout);
 		_exit(1);
 	}
-	r = kvd_run(&kvd);
-	kvd_fini(&kvd);
+	r = kvd_run(&daemon_kvd);
+	kvd_fini(&daemon_kvd);
 	_exit(r ? 1 : 0);
 }
 

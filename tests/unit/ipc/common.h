@@ -23,6 +23,9 @@ struct daemon {
 	char admin_path[108];
 };
 
+/* The daemon lies here, in its own process: same address, other memory. */
+extern struct kvd daemon_kvd;
+
 /** daemon_start() - start with --private's paths; @tweak may change options; waits for
  * ready */
 void daemon_start(struct daemon *d, void (*tweak)(struct kvd_options *opt));
