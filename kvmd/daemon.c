@@ -27,6 +27,7 @@
 #include "kvmd/dbg/trace.h"
 #include "kvmd/ipc/conn.h"
 #include "kvmd/ipc/event.h"
+#include "kvmd/ipc/inside.h"
 #include "kvmd/ipc/policy.h"
 
 #define CHOKED_NS	10000000ull
@@ -219,6 +220,7 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	r = sockets_open(kvd, error);
 	if (r)
 		goto fini_core;
+	kvd_inside_add(kvd);
 	free(config);
 	return 0;
 fini_core:
@@ -401,6 +403,7 @@ void kvd_fini(struct kvd *kvd)
 {
 	struct kvd_conn *conn, *tmp;
 
+	kvd_inside_remove();
 	kvd_listen_close(&kvd->engine_listen);
 	kvd_listen_close(&kvd->admin_listen);
 	kvd_admin_fini(kvd);
