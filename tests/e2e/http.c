@@ -85,9 +85,12 @@ static void start_server(void)
 	argv[5] = rig.kvmd.socket_path;
 	snprintf(model, sizeof(model), "%.3000s/tiny-k2", rig_models_dir());
 	snprintf(http_path, sizeof(http_path), "%s/http.sock", rig.kvmd.dir);
-	KVT_EXPECT_EQ(
-		posix_spawn(&server, argv[0], NULL, NULL, (char *const *)argv, environ),
-		0);
+	posix_spawn_file_actions_init(&actions);
+	posix_spawn_file_actions_addopen(&actions, 2, "/dev/null", O_WRONLY, 0);
+	KVT_EXPECT_EQ(posix_spawn(&server, argv[0], &actions, NULL, (char *const *)argv,
+				  environ),
+		      0);
+	posix_spawn_file_actions_destroy(&actions);
 	for (int i = 0; i < 1000; i++) {
 		struct timespec ts = {0, 10000000};
 		int fd = dial();
