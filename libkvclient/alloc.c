@@ -308,14 +308,21 @@ static bool may_come(int r)
 	return r == KV_FULL || r == KV_QUOTA || r == KV_PENDING;
 }
 
+/*
+ * kvmd may hold a request with WAIT back until pages are freed, and those may be the ones
+ * on our own return list: so it is asked without WAIT first, and WAIT is used only after
+ * all that may go has been sent. Steps that retire meanwhile free more, hence the
+ * repeated sending.
+ */
 static int alloc_slow(struct kvc_pool *pool, u32 nr, u32 gfp, struct kv_grant *ret_pages)
 {
 	u64 deadline_ns = kvc_deadline(pool->c), wait_ns = WAIT_MIN_NS;
+	u32 now = gfp & ~KV_GFP_WAIT;
 	int r;
 
-	r = alloc_call(pool, nr, gfp, ret_pages, deadline_ns);
+	r = alloc_call(pool, nr, now, ret_pages, deadline_ns);
 	if (may_come(r))
-		r = alloc_with_stock(pool, nr, gfp, ret_pages, r, deadline_ns);
+		r = alloc_with_stock(pool, nr, now, ret_pages, r, deadline_ns);
 	if (may_come(r) && kvc_ret_send(pool, 1, deadline_ns) >= 0)
 		r = alloc_call(pool, nr, gfp, ret_pages, deadline_ns);
 	while (r == KV_PENDING && (gfp & KV_GFP_WAIT) &&

@@ -180,7 +180,9 @@ int kvc_fork(struct kvc_pool *pool, const struct kv_grant *sources, uint32_t nr,
 	if (gfp & ~KV_GFP_VALID)
 		return kvc_fail(-EINVAL, "gfp=0x%x: unknown bits 0x%x", gfp,
 				gfp & ~KV_GFP_VALID);
+	req.gfp = gfp & ~KV_GFP_WAIT; /* first what is there: see alloc.c */
 	r = kvc_call(pool->c, &req, deadline_ns);
+	req.gfp = gfp;
 	if ((r == KV_FULL || r == KV_QUOTA || r == KV_PENDING) &&
 	    kvc_ret_send(pool, 1, deadline_ns) >= 0)
 		r = kvc_call(pool->c, &req, deadline_ns);

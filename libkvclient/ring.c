@@ -250,16 +250,33 @@ static bool spin_for_completion(struct kvc_ring *ring, u64 deadline_ns)
 	return false;
 }
 
+/* kvmd holds completions back while its messages to us find no room: read them. */
+static void read_socket(struct kvc_link *link)
+{
+	struct kvc *c = link->c;
+
+	if (pthread_mutex_trylock(&c->lock)) {
+		kvc_sleep_ns(20 *
+			     KV_NSEC_PER_USEC); /* its holder reads, or is done soon */
+		return;
+	}
+	if (link == c->link)
+		kvc_sock_read_locked(c);
+	pthread_mutex_unlock(&c->lock);
+}
+
 /*
- * Sleep until kvmd completes something. Store need_wakeup, full barrier, re-check: pairs
- * with kvmd's store of cq_tail, full barrier, load of need_wakeup. Return: 0 look again;
- * -ETIMEDOUT; -ECONNRESET.
+ * Sleep until kvmd completes something or says something. Store need_wakeup, full
+ * barrier, re-check: pairs with kvmd's store of cq_tail, full barrier, load of
+ * need_wakeup. Return: 0 look again; -ETIMEDOUT; -ECONNRESET.
  */
 static int sleep_for_completion(struct kvc_link *link, u64 deadline_ns)
 {
 	struct kvc_ring *ring = &link->ring;
-	struct pollfd p[2] = {{.fd = ring->cq_efd, .events = POLLIN},
-			      {.fd = link->sock, .events = POLLRDHUP}};
+	bool read_it = kv_load_relaxed32(&link->c->nr_events) < KVC_EVENTS_MAX;
+	struct pollfd p[2] = {
+		{.fd = ring->cq_efd, .events = POLLIN},
+		{.fd = link->sock, .events = read_it ? POLLIN | POLLRDHUP : POLLRDHUP}};
 	u64 now_ns = kv_now_ns(), left_ns, count;
 	struct timespec ts;
 	int r = 0;
@@ -274,9 +291,13 @@ static int sleep_for_completion(struct kvc_link *link, u64 deadline_ns)
 	if (!completion_there(ring))
 		r = ppoll(p, 2, &ts, NULL);
 	kv_store_relaxed32(&ring->hdr->cq_need_wakeup, 0);
-	if (r > 0 && (p[0].revents & POLLIN))
-		r = read(ring->cq_efd, &count, sizeof(count)) < 0 ? 0 : 1;
-	if (p[1].revents && !completion_there(ring))
+	if (r <= 0)
+		return 0;
+	if ((p[0].revents & POLLIN) && read(ring->cq_efd, &count, sizeof(count)) < 0)
+		return 0; /* another wake-up took it */
+	if (p[1].revents & POLLIN)
+		read_socket(link);
+	else if (p[1].revents && !completion_there(ring))
 		return -ECONNRESET;
 	return 0;
 }
