@@ -147,7 +147,8 @@ int main(int argc, char **argv)
 				.tokens = DEFAULT_TOKENS,
 				.shard_bytes = DEFAULT_SHARD,
 				.progress = isatty(STDERR_FILENO)};
-	struct sigaction sa = {.sa_handler = on_signal};
+	/* a second Ctrl-C ends at once and may leave the temporary directory */
+	struct sigaction sa = {.sa_handler = on_signal, .sa_flags = SA_RESETHAND};
 	struct kvq_report report;
 	struct eng_err err = {{0}};
 	int c, r;

@@ -471,4 +471,86 @@ KVT_TEST_T(inputs_that_cannot_be_quantised, 180)
 	md_remove(model);
 }
 
+/* ------------------------------------------------------------ the command itself */
+
+/* Runs build/kvquant; what it says comes back in @ret. Return: its exit status. */
+static int command(char *ret, size_t size, char *const argv[])
+{
+	char exe[PATH_MAX] = "";
+	size_t n = 0;
+	ssize_t got;
+	int p[2], status = 0;
+	pid_t pid;
+
+	/* BUILD/tests/unit/tools/kvquant -> BUILD/kvquant */
+	KVT_EXPECT(readlink("/proc/self/exe", exe, sizeof(exe) - 1) > 0);
+	for (int i = 0; i < 4; i++)
+		*strrchr(exe, '/') = 0;
+	strcat(exe, "/kvquant");
+	if (access(exe, X_OK))
+		KVT_FAIL("%s is not built", exe);
+	KVT_EXPECT(!pipe(p));
+	pid = fork();
+	if (pid == 0) {
+		dup2(p[1], 1);
+		dup2(p[1], 2);
+		close(p[0]);
+		close(p[1]);
+		execv(exe, argv);
+		_exit(127);
+	}
+	close(p[1]);
+	while (n < size - 1 && (got = read(p[0], ret + n, size - 1 - n)) > 0)
+		n += (size_t)got;
+	ret[n] = 0;
+	close(p[0]);
+	waitpid(pid, &status, 0);
+	return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+#define COMMAND(...) \
+	command(says, sizeof(says), (char *const[]){"kvquant", __VA_ARGS__, NULL})
+
+KVT_TEST_T(command_line, 120)
+{
+	char *dir = md_temp(), *out = strdup(md_path("%s/q", dir)),
+	     *model = strdup(md_model("tiny-glm"));
+	char says[4096];
+
+	KVT_EXPECT_EQ(COMMAND("--model", model, "--out", out, "--weights", "fp8"), 0);
+	KVT_EXPECT_HAS(says, "172 matrices, relative error 0.02");
+	KVT_EXPECT_EQ(COMMAND("--model", model, "--out", out, "--weights", "fp8"), 1);
+	KVT_EXPECT_HAS(says, "kvquant: --out: ");
+	KVT_EXPECT_HAS(says, "nothing is ever written over");
+	KVT_EXPECT_EQ(COMMAND("--model", model, "--out", out), 2);
+	KVT_EXPECT_HAS(says, "--weights is missing");
+	KVT_EXPECT_EQ(COMMAND("--model", model, "--weights", "fp8"), 2);
+	KVT_EXPECT_HAS(says, "--out is missing");
+	KVT_EXPECT_EQ(COMMAND("--model", model, "--out", out, "--weights", "int3"), 2);
+	KVT_EXPECT_HAS(says, "--weights: \"int3\", expected");
+	KVT_EXPECT_EQ(COMMAND("--model", model, "--out", out, "--weights", "bf16"), 2);
+	KVT_EXPECT_HAS(says, "changes nothing");
+	KVT_EXPECT_EQ(COMMAND("--model", model, "--out", out, "--weights", "fp8",
+			      "--kv-scales"),
+		      2);
+	KVT_EXPECT_HAS(says, "--kv-scales and --text go together");
+	KVT_EXPECT_EQ(COMMAND("--model", model, "--out", out, "--weights", "fp8",
+			      "--shard-mib", "0"),
+		      2);
+	KVT_EXPECT_HAS(says, "--shard-mib: \"0\"");
+	KVT_EXPECT_EQ(
+		COMMAND("--model", model, "--out", out, "--weights", "fp8", "extra"), 2);
+	KVT_EXPECT_HAS(says, "\"extra\"");
+	KVT_EXPECT_EQ(COMMAND("--frobnicate"), 2);
+	KVT_EXPECT_EQ(COMMAND("--help"), 0);
+	KVT_EXPECT_HAS(says, "usage: kvquant");
+	KVT_EXPECT_EQ(
+		COMMAND("--model", "/nonexistent", "--out", out, "--weights", "fp8"), 1);
+	KVT_EXPECT_HAS(says, "/nonexistent/config.json: No such file");
+	KVT_EXPECT_EQ(nr_entries(dir), 1);
+	free(model);
+	free(out);
+	md_remove(dir);
+}
+
 KVT_MAIN()
