@@ -22,6 +22,7 @@
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
 #include "kvmd/dbg/trace.h"
+#include "kvmd/ipc/admin_priv.h"
 #include "kvmd/ipc/event.h"
 
 #ifndef SO_PEERPIDFD
@@ -77,6 +78,22 @@ static void conn_die(struct kvd_conn *conn)
 	list_add_tail(&conn->kvd->dead, &conn->node);
 }
 
+void kvd_conn_event(struct kvd_conn *conn, const char *type)
+{
+	cJSON *fields;
+
+	if (!conn->kvd->admin.nr_streams)
+		return;
+	fields = cJSON_CreateObject();
+	kvd_admin_u64(fields, "session", conn->client_id);
+	cJSON_AddNumberToObject(fields, "pid", conn->cred.pid);
+	cJSON_AddNumberToObject(fields, "uid", conn->cred.uid);
+	cJSON_AddStringToObject(fields, "name", conn->name);
+	if (conn->state == KVD_CONN_CLOSED)
+		cJSON_AddStringToObject(fields, "why", conn->end_why);
+	kvd_admin_event(conn->kvd, type, fields);
+}
+
 void kvd_conn_end(struct kvd_conn *conn, int result, const char *why)
 {
 	struct kvd *kvd = conn->kvd;
@@ -109,6 +126,7 @@ void kvd_conn_end(struct kvd_conn *conn, int result, const char *why)
 	}
 	kvd_stats.sessions_ended++;
 	kvd_trace_session_end(conn->client_id, (u64)conn->cred.pid, (u64)-result);
+	kvd_conn_event(conn, "session_end");
 	/* P8: table_epoch 0 first, then its pins drop. It may be reaped in here. */
 	kvd_session_end(conn->session, why);
 }

@@ -124,6 +124,9 @@ void kvd_conn_awake(struct kvd_conn *conn);
 int kvd_conn_tenant(const struct kvd_config *config, const struct ucred *cred,
 		    const char *claimed_name);
 
+/** kvd_conn_event() - tell those who stream admin events */
+void kvd_conn_event(struct kvd_conn *conn, const char *type);
+
 /** kvd_hello() - handle HELLO: refuse, or open a session (hello.c) */
 void kvd_hello(struct kvd_conn *conn, const struct kv_msg_hello *hello);
 

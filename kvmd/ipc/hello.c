@@ -178,6 +178,7 @@ static void hello_accept(struct kvd_conn *conn, struct kv_msg_hello_reply *reply
 	strcpy(reply->tenant, kvd->config.tenants[conn->tenant].name);
 	kvd_stats.sessions_opened++;
 	kvd_trace_session_open(conn->client_id, (u64)conn->cred.pid, conn->cred.uid);
+	kvd_conn_event(conn, "session_open");
 	kvd_conn_send(conn, &reply->msg, fds);
 }
 

@@ -51,7 +51,9 @@ static void listen_ready(void *arg, u32 events)
 	int i, fd;
 
 	for (i = 0; i < ACCEPT_BATCH; i++) {
-		fd = kvd_fault(KVD_FAULT_accept)
+		errno = EMFILE; /* a sweep is steered through the admin socket: never
+				   there */
+		fd = l == &l->kvd->engine_listen && kvd_fault(KVD_FAULT_accept)
 			     ? -1
 			     : accept4(l->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
 		if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {

@@ -8,6 +8,7 @@
  * KV_PENDING as without WAIT.
  */
 #include "kvmd/daemon.h"
+#include "kvmd/dbg/fault.h"
 #include "kvmd/ipc/conn.h"
 #include "kvmd/ipc/ops.h"
 
@@ -34,6 +35,9 @@ static int alloc_try(struct kvd_request *req)
 	int r;
 
 	req->ret_bytes = 0;
+	if (kvd_fault(sqe->flags & KV_SQE_MAGAZINE ? KVD_FAULT_magazine_refill
+						   : KVD_FAULT_page_alloc))
+		return KV_FULL;
 	if (sqe->flags & KV_SQE_MAGAZINE) {
 		r = kvd_lease_stock(s, a, sqe->magazine, sqe->nr, sqe->gfp, &req->ret_nr,
 				    &pending);

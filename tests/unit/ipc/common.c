@@ -249,18 +249,8 @@ int raw_receive(struct raw *c, void *buf, size_t room)
 	return (int)n;
 }
 
-int raw_hello(struct raw *c, const char *name)
+static void hello_map(struct raw *c)
 {
-	struct kv_msg_hello hello;
-
-	raw_hello_fill(&hello);
-	snprintf(hello.client_name, sizeof(hello.client_name), "%s", name);
-	raw_send(c, &hello, sizeof(hello));
-	KVT_EXPECT_EQ(raw_receive(c, &c->hello, sizeof(c->hello)), sizeof(c->hello));
-	KVT_EXPECT_EQ(c->hello.msg.type, KV_MSG_HELLO_REPLY);
-	KVT_EXPECT_EQ(c->hello.msg.sequence, 77);
-	if (c->hello.result)
-		return c->hello.result;
 	KVT_EXPECT_EQ(c->nr_fds, 4);
 	c->ring = mmap(NULL, c->hello.ring_bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
 		       c->fds[0], 0);
@@ -275,7 +265,34 @@ int raw_hello(struct raw *c, const char *name)
 	c->sq = (void *)((u8 *)c->ring + c->ring->sq_off);
 	c->cq = (void *)((u8 *)c->ring + c->ring->cq_off);
 	c->args = (u8 *)c->ring + c->ring->arg_off;
-	return 0;
+}
+
+int raw_hello_try(struct raw *c, const char *name)
+{
+	struct kv_msg_hello hello;
+	int n;
+
+	raw_hello_fill(&hello);
+	snprintf(hello.client_name, sizeof(hello.client_name), "%s", name);
+	if (raw_send_fds(c, &hello, sizeof(hello), NULL, 0))
+		return -ECONNRESET;
+	n = raw_receive(c, &c->hello, sizeof(c->hello));
+	if (!n || c->hello.msg.type == KV_MSG_ERROR)
+		return -ECONNRESET;
+	KVT_EXPECT_EQ(n, sizeof(c->hello));
+	KVT_EXPECT_EQ(c->hello.msg.type, KV_MSG_HELLO_REPLY);
+	KVT_EXPECT_EQ(c->hello.msg.sequence, 77);
+	if (!c->hello.result)
+		hello_map(c);
+	return c->hello.result;
+}
+
+int raw_hello(struct raw *c, const char *name)
+{
+	int r = raw_hello_try(c, name);
+
+	KVT_EXPECT(r != -ECONNRESET);
+	return r;
 }
 
 void raw_layout(struct kv_layout *layout)
@@ -294,6 +311,7 @@ void raw_layout(struct kv_layout *layout)
 int raw_pool_open(struct raw *c, const struct kv_layout *layout)
 {
 	struct kv_msg_pool_open msg;
+	int n;
 
 	memset(&msg, 0, sizeof(msg));
 	msg.msg.magic = KV_MSG_MAGIC;
@@ -302,7 +320,10 @@ int raw_pool_open(struct raw *c, const struct kv_layout *layout)
 	msg.msg.sequence = 78;
 	msg.layout = *layout;
 	raw_send(c, &msg, sizeof(msg));
-	KVT_EXPECT_EQ(raw_receive(c, &c->pool, sizeof(c->pool)), sizeof(c->pool));
+	n = raw_receive(c, &c->pool, sizeof(c->pool));
+	if (!n || c->pool.msg.type == KV_MSG_ERROR)
+		return -ECONNRESET;
+	KVT_EXPECT_EQ(n, sizeof(c->pool));
 	KVT_EXPECT_EQ(c->pool.msg.type, KV_MSG_POOL_REPLY);
 	KVT_EXPECT_EQ(c->pool.msg.sequence, 78);
 	return c->pool.result;

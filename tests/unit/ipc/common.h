@@ -87,10 +87,13 @@ int raw_receive(struct raw *c, void *buf, size_t room);
 /** raw_hello() - HELLO and map what comes. Return: reply.result */
 int raw_hello(struct raw *c, const char *name);
 
+/** raw_hello_try() - the same; -ECONNRESET: the connection was closed instead */
+int raw_hello_try(struct raw *c, const char *name);
+
 /** raw_layout() - a small MLA layout */
 void raw_layout(struct kv_layout *layout);
 
-/** raw_pool_open() - Return: reply.result */
+/** raw_pool_open() - Return: reply.result; -ECONNRESET as above */
 int raw_pool_open(struct raw *c, const struct kv_layout *layout);
 
 /** raw_open() - connect, HELLO, POOL_OPEN, all good */

@@ -3,10 +3,8 @@
  */
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 
-#include "kvmd/dbg/fault.h"
 #include "tests/kvt.h"
 #include "tests/unit/ipc/common.h"
 
@@ -513,71 +511,6 @@ KVT_TEST(gfp_wait_is_bounded)
 	KVT_EXPECT_EQ(raw_free(&c, g, 8), 0);
 	KVT_EXPECT_EQ(raw_alloc(&c, 3, KV_GFP_PREFILL, more), KV_PENDING);
 	raw_close(&c);
-	daemon_stop(&d);
-}
-
-/* ---------------------------------------------------------- fds, slow peers */
-
-KVT_TEST_T(o58_running_out_of_fds_drops_one_peer_at_a_time, 60)
-{
-	struct kv_msg bad = {.magic = 1, .type = 9, .size_bytes = sizeof(bad)};
-	int i, before, fds[3] = {0, 1, 2};
-	struct rlimit lim, low;
-	struct raw good, c[50];
-	struct kv_grant g;
-
-	daemon_start(&d, NULL);
-	raw_open(&good, &d);
-	KVT_EXPECT_EQ(raw_alloc(&good, 1, KV_GFP_NOWAIT, &g), 0);
-	before = daemon_nr_fds(&d);
-	KVT_EXPECT(!prlimit(d.pid, RLIMIT_NOFILE, NULL, &lim));
-	low = lim;
-	low.rlim_cur = (rlim_t)daemon_free_fd(&d); /* "current + 0": the next one fails */
-	KVT_EXPECT(!prlimit(d.pid, RLIMIT_NOFILE, &low, NULL));
-	for (i = 0; i < 50; i++) {
-		raw_connect(&c[i], &d);
-		raw_send_fds(&c[i], &bad, sizeof(bad), fds, 3);
-	}
-	for (i = 0; i < 50; i++) {
-		KVT_EXPECT(raw_hung_up(&c[i]));
-		raw_close(&c[i]);
-	}
-	KVT_EXPECT_EQ(raw_free(&good, &g, 1), 0); /* alive, and the old peer is served */
-	KVT_EXPECT(!prlimit(d.pid, RLIMIT_NOFILE, &lim, NULL));
-	raw_open(&c[0], &d);
-	KVT_EXPECT_EQ(raw_alloc(&c[0], 1, KV_GFP_NOWAIT, &g), 0);
-	raw_close(&c[0]);
-	for (i = 0; i < 50 && daemon_nr_fds(&d) != before; i++)
-		usleep(20000);
-	KVT_EXPECT_EQ(daemon_nr_fds(&d), before);
-	raw_close(&good);
-	daemon_stop(&d);
-}
-
-KVT_TEST_T(a_peer_that_never_reads_is_dropped, 60)
-{
-	static struct kv_grant g[1500];
-	char ask[96];
-	struct raw c, other;
-	u32 i;
-
-	daemon_start(&d, NULL);
-	raw_open(&other, &d);
-	raw_open(&c, &d);
-	KVT_EXPECT_EQ(raw_alloc(&c, 1500, KV_GFP_NOWAIT, g), 0);
-	for (i = 0; i < 1500; i++) { /* each is a REVOKE that nobody reads */
-		snprintf(
-			ask, sizeof(ask),
-			"{\"op\":\"evict\",\"target\":\"page\",\"pfn\":%u,\"revoke\":true}",
-			g[i].pfn);
-		cJSON_Delete(daemon_ask(&d, ask));
-		if (daemon_number(&d, STATUS, "sessions") == 1)
-			break;
-	}
-	KVT_EXPECT(i < 1500);
-	KVT_EXPECT_EQ(raw_alloc(&other, 1, KV_GFP_NOWAIT, g), 0);
-	raw_close(&c);
-	raw_close(&other);
 	daemon_stop(&d);
 }
 
