@@ -1,0 +1,296 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * mm_core.c - the daemon's core in this process, for kvbench mm: no socket, no ring, no
+ * page memory; records, tags, log, charges and grace periods are the real ones.
+ *
+ * The pool is nearly full. Each pair frees a random live page and allocates one, so that
+ * the records it touches are cold; a turn is closed every PAIRS pairs, as the loop does
+ * after a batch of requests, and its time counts.
+ */
+#include "tools/kvbench/mm.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "base/clock.h"
+#include "kvmd/own/core.h"
+#include "kvmd/own/lease.h"
+
+#define PAIRS	     32u
+#define SPARE_PAGES  4096u
+#define EXTENT_PAGES 1024u
+
+struct rig {
+	struct kvd_backend be;
+	struct kvd_env env;
+	struct kvd_gen_source gens;
+	struct kvd_core core;
+	struct kvd_backend_limits limits;
+	struct kv_session_page *page;
+	struct kvd_session *session;
+	struct kvd_attach *attach;
+	u64 rng;
+};
+
+/* ------------------------------------------------------------------------ surroundings
+ */
+
+static int region_alloc(void *arg, struct kvd_region *reg)
+{
+	void *p = mmap(NULL, reg->size_bytes, PROT_READ | PROT_WRITE,
+		       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+	if (p == MAP_FAILED)
+		return -ENOMEM;
+	reg->addr = p;
+	reg->fd = -1;
+	return 0;
+}
+
+static void region_free(void *arg, struct kvd_region *reg)
+{
+	munmap(reg->addr, reg->size_bytes);
+}
+
+static int save(void *arg, enum kvd_saved what, u64 value)
+{
+	return 0;
+}
+
+static void log_line(void *arg, int level, const char *line)
+{
+}
+
+static int extent_alloc(struct kvd_backend *be, u64 size, struct kvd_extent_handle *ret)
+{
+	*ret = (struct kvd_extent_handle){.fd = -1};
+	return 0;
+}
+
+static void extent_free(struct kvd_backend *be, struct kvd_extent_handle *h, u64 size)
+{
+}
+
+static void limits(struct kvd_backend *be, struct kvd_backend_limits *ret)
+{
+	*ret = kv_container_of(be, struct rig, be)->limits;
+}
+
+static const struct kvd_backend_ops backend_ops = {
+	.name = "none",
+	.extent_alloc = extent_alloc,
+	.extent_free = extent_free,
+	.limits = limits,
+};
+
+static void on_added(void *arg, struct kvd_session *s, struct kvd_pool *p, u32 i)
+{
+}
+
+static void on_removed(void *arg, struct kvd_session *s, struct kvd_pool *p, u32 i,
+		       u64 serial)
+{
+}
+
+static void on_revoked(void *arg, struct kvd_session *s, struct kvd_pool *p,
+		       const struct kv_page_ref *pages, u32 nr)
+{
+}
+
+static void on_pressure(void *arg, struct kvd_session *s, struct kvd_pool *p, u32 level)
+{
+}
+
+static void on_freed(void *arg, struct kvd_pool *p, u32 nr)
+{
+}
+
+static void on_stalled(void *arg, struct kvd_session *s, u64 ns)
+{
+}
+
+static void on_reaped(void *arg, struct kvd_session *s)
+{
+}
+
+static const struct kvd_notify notify = {
+	.extent_added = on_added,
+	.extent_removed = on_removed,
+	.revoked = on_revoked,
+	.pressure = on_pressure,
+	.pages_freed = on_freed,
+	.stalled = on_stalled,
+	.session_reaped = on_reaped,
+};
+
+static struct kv_layout core_layout(void)
+{
+	return (struct kv_layout){.format_version = KV_LAYOUT_VERSION,
+				  .kind = KV_LAYOUT_MLA,
+				  .dtype = KV_DTYPE_BF16,
+				  .page_tokens = KV_PAGE_TOKENS,
+				  .nr_layers = 1,
+				  .latent_dim = 512,
+				  .rope_dim = 64};
+}
+
+static int rig_init(struct rig *r, u32 nr_pages)
+{
+	static const u8 secret[32] = "bench";
+	struct kv_layout layout = core_layout();
+	u64 stride = kv_page_stride(&layout);
+	struct kvd_core_config cfg = {.env = &r->env,
+				      .backend = &r->be,
+				      .gen_source = &r->gens,
+				      .notify = &notify,
+				      .notify_arg = r,
+				      .table_epoch = 1};
+	struct kvd_limits quota = {
+		.high_bytes = 1ull << 50, .max_bytes = 1ull << 50, .weight = 100};
+	struct kvd_session_params params = {
+		.client_id = 1, .name = "bench", .page = r->page};
+	struct kvd_domain *domain;
+	struct kvd_refusal why;
+	int e;
+
+	r->be.ops = &backend_ops;
+	r->env = (struct kvd_env){r, region_alloc, region_free, save, log_line};
+	r->limits.extent_min_bytes = r->limits.extent_max_bytes = stride * EXTENT_PAGES;
+	r->limits.extent_align_bytes = 4096;
+	r->limits.capacity_bytes = stride * nr_pages;
+	kvd_gen_source_init(&r->gens, &r->env, 0);
+	e = kvd_core_init(&r->core, &cfg);
+	if (e)
+		return e;
+	kvd_core_now(&r->core, kv_now_ns());
+	e = kvd_domain_create(&r->core, "bench", secret, &domain);
+	if (!e)
+		e = kvd_tenant_create(&r->core, domain, "bench", &quota, &params.tenant);
+	if (!e)
+		e = kvd_session_create(&r->core, &params, &r->session);
+	if (!e)
+		e = kvd_session_open_pool(r->session, &layout, NULL, &r->attach, &why);
+	if (e)
+		kvd_core_fini(&r->core);
+	return e;
+}
+
+/* ------------------------------------------------------------------------------- timing
+ */
+
+static u32 rng_below(struct rig *r, u32 n)
+{
+	r->rng ^= r->rng << 13;
+	r->rng ^= r->rng >> 7;
+	r->rng ^= r->rng << 17;
+	return (u32)((r->rng >> 32) * n >> 32);
+}
+
+static int fill(struct rig *r, struct kv_grant *live, u32 nr)
+{
+	u32 pending, step;
+	int e = 0;
+
+	for (u32 i = 0; i < nr && !e; i += step) {
+		step = KV_MIN(nr - i, 1024u);
+		e = kvd_lease_alloc(r->session, r->attach, step, KV_GFP_NOWAIT, live + i,
+				    &pending);
+		kvd_core_run(&r->core);
+	}
+	return e;
+}
+
+/* The page just allocated goes at once. */
+static int pair_some(struct rig *r)
+{
+	u32 freed, first, pending;
+	int e = 0;
+
+	for (u32 k = 0; k < PAIRS && !e; k++) {
+		struct kv_page_ref ref = {0};
+		struct kv_grant g;
+
+		e = kvd_lease_alloc(r->session, r->attach, 1, KV_GFP_NOWAIT, &g,
+				    &pending);
+		ref.pfn = g.pfn;
+		ref.tag = g.tag;
+		if (!e)
+			e = kvd_lease_free(r->session, r->attach, &ref, 1, &freed,
+					   &first);
+	}
+	kvd_core_run(&r->core);
+	return e;
+}
+
+/* A random live page goes, and one comes. */
+static int replace_some(struct rig *r, struct kv_grant *live, u32 nr)
+{
+	u32 freed, first, pending;
+	int e = 0;
+
+	for (u32 k = 0; k < PAIRS && !e; k++) {
+		struct kv_grant *g = &live[rng_below(r, nr)];
+		struct kv_page_ref ref = {.pfn = g->pfn, .tag = g->tag};
+
+		e = kvd_lease_free(r->session, r->attach, &ref, 1, &freed, &first);
+		if (!e)
+			e = kvd_lease_alloc(r->session, r->attach, 1, KV_GFP_NOWAIT, g,
+					    &pending);
+	}
+	kvd_core_run(&r->core);
+	return e;
+}
+
+static int time_pairs(struct rig *r, struct kv_grant *live, u32 nr_live, double *ns,
+		      u32 samples)
+{
+	int e = 0;
+
+	for (u32 i = 0; i < samples && !e; i++) {
+		u64 start_ns = kv_now_ns();
+
+		e = live ? replace_some(r, live, nr_live) : pair_some(r);
+		ns[i] = (double)(kv_now_ns() - start_ns) / PAIRS;
+		kvd_core_now(&r->core, start_ns);
+	}
+	return e;
+}
+
+int kvb_mm_core_pair(u32 nr_pages, u32 samples, struct kvb_dist *ret,
+		     struct kvb_dist *ret_random)
+{
+	u32 nr_live = nr_pages - KV_MIN(SPARE_PAGES, nr_pages / 2);
+	struct rig *r = calloc(1, sizeof(*r));
+	struct kv_grant *live = calloc(nr_live, sizeof(*live));
+	double *ns = calloc(samples, sizeof(*ns));
+	int e = -ENOMEM;
+
+	if (r)
+		r->page = aligned_alloc(4096, KV_SESSION_BYTES);
+	if (!r || !r->page || !live || !ns)
+		goto free_all;
+	memset(r->page, 0, KV_SESSION_BYTES);
+	r->rng = 88172645463325252ull;
+	e = rig_init(r, nr_pages);
+	if (e)
+		goto free_all;
+	e = fill(r, live, nr_live);
+	if (!e)
+		e = time_pairs(r, NULL, 0, ns, samples);
+	if (!e)
+		kvb_dist_of(ret, ns, samples);
+	if (!e)
+		e = time_pairs(r, live, nr_live, ns, samples);
+	if (!e)
+		kvb_dist_of(ret_random, ns, samples);
+	kvd_core_fini(&r->core);
+free_all:
+	free(ns);
+	free(live);
+	if (r)
+		free(r->page);
+	free(r);
+	return e;
+}

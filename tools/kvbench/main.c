@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * main.c - kvbench: one program for all measurements, one table of what it can measure.
+ *
+ * Each row's function gets argc and argv from its own name on and answers the exit code:
+ * 0 ok, 1 failed, 2 usage, 3 what it needs is not here.
+ */
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/util.h"
+#include "tools/kvbench/inject.h"
+#include "tools/kvbench/mm.h"
+
+/* The kernels' bench is a program of its own: static, so that it runs on bare GPU hosts.
+ */
+static int run_kernels(int argc, char **argv)
+{
+	char path[1024];
+	ssize_t n = readlink("/proc/self/exe", path, sizeof(path) - 32);
+
+	if (n < 0)
+		return 1;
+	path[n] = 0;
+	strcpy(strrchr(path, '/') + 1, "kvbench-kernels");
+	argv[0] = path;
+	execv(path, argv);
+	fprintf(stderr, "kvbench: %s: %s (it is built where nvcc is: make %s)\n", path,
+		strerror(errno), "build/kvbench-kernels");
+	return 3;
+}
+
+static const struct {
+	const char *name;
+	int (*fn)(int argc, char **argv);
+	const char *help;
+} commands[] = {
+	{"mm", kvb_mm, "memory manager, rings, lookup, attach beside their references"},
+	{"inject", kvb_inject, "faults against a real kvmd: are they caught?"},
+	{"check-cost", kvb_check_cost, "what the batch check adds to a decode step"},
+	{"kernels", run_kernels, "GPU kernels beside floors and peers (attn, moe, all)"},
+};
+
+static void usage(FILE *to)
+{
+	fprintf(to, "Usage: kvbench COMMAND [--json] [OPTION]...\n\n");
+	for (size_t i = 0; i < KV_ARRAY_SIZE(commands); i++)
+		fprintf(to, "  %-12s %s\n", commands[i].name, commands[i].help);
+	fprintf(to, "\nWithout --socket a command starts a private kvmd and stops it.\n");
+}
+
+int main(int argc, char **argv)
+{
+	if (argc < 2) {
+		usage(stderr);
+		return 2;
+	}
+	if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h") ||
+	    !strcmp(argv[1], "help")) {
+		usage(stdout);
+		return 0;
+	}
+	for (size_t i = 0; i < KV_ARRAY_SIZE(commands); i++)
+		if (!strcmp(argv[1], commands[i].name))
+			return commands[i].fn(argc - 1, argv + 1);
+	fprintf(stderr, "kvbench: %s: no such command\n", argv[1]);
+	usage(stderr);
+	return 2;
+}

@@ -1,0 +1,28 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* mm.h - kvbench mm: the memory manager and its ways to the client, in nanoseconds. */
+#ifndef KVB_MM_H
+#define KVB_MM_H
+
+#include "base/util.h"
+#include "tools/kvbench/json.h"
+
+/**
+ * kvb_mm() - kvbench mm [--json] [--socket PATH] [--quick]
+ *
+ * Exit code 0, 1 on failure, 2 usage.
+ */
+int kvb_mm(int argc, char **argv);
+
+/**
+ * kvb_mm_core_pair() - alloc + free of one page in kvmd's core, in this process
+ * @nr_pages: pages of the pool; nearly all are live
+ * @samples: blocks timed
+ * @ret: ns of a pair, closing of turns (grace periods) included
+ * @ret_random: the same when each pair frees a random live page
+ *
+ * Return: 0; -errno of the core.
+ */
+int kvb_mm_core_pair(u32 nr_pages, u32 samples, struct kvb_dist *ret,
+		     struct kvb_dist *ret_random);
+
+#endif
