@@ -420,6 +420,9 @@ static int compute_scales(const struct eng_cli *cli, struct eng_host *h,
 {
 	const char *path = cli->scale_text ? cli->scale_text : cli->text;
 	u32 nr = eng_kv_nr_scales(h->m), *ids = NULL;
+	/* not more text than is evaluated */
+	size_t nr_max =
+		cli->tokens ? KV_MIN(cli->tokens, SCALE_TOKENS_MAX) : SCALE_TOKENS_MAX;
 	struct eng_err err = {{0}};
 	size_t bytes, nr_ids;
 	char *text;
@@ -434,12 +437,11 @@ static int compute_scales(const struct eng_cli *cli, struct eng_host *h,
 	if (eng_read_file(path, &text, &bytes))
 		return ENG_EXIT_FAIL;
 	h->scales = calloc(nr, sizeof(*h->scales));
-	rc = h->scales
-		     ? eng_stream_ids(h->m, text, bytes, SCALE_TOKENS_MAX, &ids, &nr_ids)
-		     : -ENOMEM;
+	rc = h->scales ? eng_stream_ids(h->m, text, bytes, nr_max, &ids, &nr_ids)
+		       : -ENOMEM;
 	if (!rc)
-		rc = eng_kv_amax(h->m, socket, ids, KV_MIN(nr_ids, SCALE_TOKENS_MAX),
-				 h->scales, &err);
+		rc = eng_kv_amax(h->m, socket, ids, KV_MIN(nr_ids, nr_max), h->scales,
+				 &err);
 	if (!rc)
 		eng_kv_scales_from_amax(h->scales, nr);
 	else

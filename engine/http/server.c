@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/mutant.h"
 #include "engine/http/listen.h"
 #include "engine/http/reply.h"
 
@@ -92,6 +93,8 @@ static bool peer_gone(int fd)
 {
 	struct pollfd p = {.fd = fd, .events = POLLRDHUP};
 
+	if (KV_MUTANT(disconnect_ignored))
+		return false;
 	return poll(&p, 1, 0) > 0 && (p.revents & (POLLRDHUP | POLLHUP | POLLERR));
 }
 

@@ -19,6 +19,8 @@
 
 static struct eng_request *youngest(struct eng_engine *e)
 {
+	if (KV_MUTANT(preempt_oldest))
+		return list_entry(e->running.next, struct eng_request, node);
 	return list_entry(e->running.prev, struct eng_request, node);
 }
 

@@ -101,7 +101,8 @@ static void request_stale(struct eng_engine *e, struct eng_request *r, u32 index
 	if (!inc.bits)
 		inc.bits = KV_BAD_NOCHECK; /* rows missing, or a pseudo request failed */
 	find_bad_row(e, index, &inc);
-	kvc_report(e->pool, &inc);
+	if (!KV_MUTANT(incident_not_reported))
+		kvc_report(e->pool, &inc);
 	r->bad_bits = inc.bits;
 	r->bad_row = inc.row;
 	r->bad_pfn = inc.pfn;

@@ -198,7 +198,7 @@ static void step_end(struct eng_engine *e)
 {
 	struct eng_step *s = &e->step;
 
-	if (!mirror_is_behind(s))
+	if (!mirror_is_behind(s) || KV_MUTANT(mirror_behind_moves_on))
 		kvc_step_launched(s->kvc);
 	if (KV_MUTANT(publish_before_verdict)) {
 		for (u32 i = 0; i < s->nr_seqs; i++)

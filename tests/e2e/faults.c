@@ -84,6 +84,7 @@ static void run_injected(enum eng_inject_kind kind, u32 nr_rows)
 	struct eng_engine *e = make_engine(kind == ENG_INJECT_WRITE_SEALED);
 	struct eng_inject in = {.kind = kind, .nr_rows = nr_rows};
 	u32 late = is_reuse(kind) ? OTHER : NR;
+	struct kv_grant held[3];
 	int rc;
 
 	if (kind == ENG_INJECT_FOREIGN)
@@ -95,6 +96,9 @@ static void run_injected(enum eng_inject_kind kind, u32 nr_rows)
 	rig_turns(e, sc.r[VICTIM], AT);
 	in.victim = sc.r[VICTIM];
 	in.other = kind == ENG_INJECT_SWAP_ROWS ? sc.r[OTHER] : NULL;
+	/* so that the victim's step has words to apply */
+	if (kind == ENG_INJECT_MIRROR_BEHIND)
+		KVT_EXPECT_EQ(kvc_alloc(eng_engine_pool(e), 3, KV_GFP_PREFILL, held), 0);
 	rc = eng_inject_arm(e, &in);
 	if (rc)
 		KVT_FAIL("arm %s: %d", eng_inject_str(kind), rc);
@@ -159,7 +163,7 @@ static void expect_incidents(u32 bit, u32 nr)
 }
 
 #define CAUGHT(name_, kind_, rows_, bit_)                                        \
-	KVT_TEST_T(name_, 15)                                                          \
+	KVT_TEST_T(name_, 15)                                                    \
 	{                                                                        \
 		check_caught(kind_, rows_, bit_);                                \
 		expect_incidents(bit_, (kind_) == ENG_INJECT_SWAP_ROWS ? 2 : 1); \

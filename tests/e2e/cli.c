@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * cli.c - kv-engine's commands as a shell sees them: output, exit codes, words of
+ * refusal.
+ */
+#include "tests/kvt.h"
+#include "tests/e2e/common.h"
+
+#include <cjson/cJSON.h>
+#include <limits.h>
+
+static char out[1u << 16];
+
+/* Run kv-engine with @args (a shell fragment) and keep what it said. Return: exit code.
+ */
+static int engine(const char *args)
+{
+	char cmd[3 * PATH_MAX], exe[PATH_MAX];
+	const char *build = getenv("KV_BUILD");
+	ssize_t n = readlink("/proc/self/exe", exe, sizeof(exe) - 1);
+	size_t used = 0, r;
+	FILE *f;
+	int status;
+
+	exe[n < 0 ? 0 : n] = 0;
+	for (int i = 0; i < 3; i++)
+		*strrchr(exe, '/') = 0; /* build/tests/e2e/cli */
+	snprintf(cmd, sizeof(cmd), "M=%.3000s; %.3000s/kv-engine %.3000s 2>&1",
+		 rig_models_dir(), build ? build : exe, args);
+	f = popen(cmd, "r");
+	KVT_EXPECT(f);
+	while ((r = fread(out + used, 1, sizeof(out) - 1 - used, f)) > 0)
+		used += r;
+	out[used] = 0;
+	status = pclose(f);
+	KVT_EXPECT(WIFEXITED(status));
+	return WEXITSTATUS(status);
+}
+
+static cJSON *engine_json(const char *args)
+{
+	int code = engine(args);
+	cJSON *o = cJSON_Parse(out);
+
+	if (code || !o)
+		KVT_FAIL("exit %d: %s", code, out);
+	return o;
+}
+
+static double number(const cJSON *o, const char *name)
+{
+	KVT_EXPECT(cJSON_IsNumber(cJSON_GetObjectItem(o, name)));
+	return cJSON_GetObjectItem(o, name)->valuedouble;
+}
+
+KVT_TEST(run_streams_what_json_holds)
+{
+	cJSON *o;
+
+	o = engine_json("run --model $M/tiny-k2 --prompt 'The database' --max-tokens 12 "
+			"--temperature 0 --json");
+	KVT_EXPECT_EQ(number(cJSON_GetObjectItem(o, "usage"), "completion_tokens"), 12);
+	KVT_EXPECT_EQ(cJSON_GetArraySize(cJSON_GetObjectItem(o, "token_ids")), 12);
+	KVT_EXPECT_EQ(
+		engine("run --model $M/tiny-k2 --prompt 'The database' --max-tokens 12"),
+		0);
+	out[strlen(out) - 1] = 0; /* newline */
+	KVT_EXPECT_STR(out, cJSON_GetStringValue(cJSON_GetObjectItem(o, "text")));
+	cJSON_Delete(o);
+}
+
+KVT_TEST(eval_prints_the_promised_fields)
+{
+	cJSON *o = engine_json(
+		"eval --model $M/tiny-glm --weights int4-g32 --kv fp8 --tokens 1500 "
+		"--text $M/heldout.txt --json");
+
+	KVT_EXPECT_EQ(number(o, "tokens"), 1500);
+	KVT_EXPECT(number(o, "nll_per_token") > 2 && number(o, "nll_per_token") < 4);
+	KVT_EXPECT(number(o, "stderr") > 0.01 && number(o, "stderr") < 0.2);
+	/* 4 layers, 2 kv heads: K and V of 128 values and a scale of 2 bytes each */
+	KVT_EXPECT_EQ(number(o, "kv_bytes_per_token"), 4 * 2 * 2 * (128 + 2));
+	/* 3 layers of 16 experts, 3 matrices of 128 x 256: 4 bits and a bf16 scale per 32
+	 */
+	KVT_EXPECT_EQ(number(o, "expert_bytes"),
+		      3 * 16 * 3 * 128 * 256 * (0.5 + 2.0 / 32));
+	cJSON_Delete(o);
+}
+
+KVT_TEST(eval_computes_static_scales_when_the_model_has_none)
+{
+	cJSON *o = engine_json("eval --model $M/tiny-k2 --kv fp8_s --tokens 1024 "
+			       "--text $M/heldout.txt --json");
+
+	KVT_EXPECT_STR(cJSON_GetStringValue(cJSON_GetObjectItem(o, "kv_scales")), "text");
+	KVT_EXPECT_EQ(number(o, "kv_bytes_per_token"), 5 * 576);
+	KVT_EXPECT(number(o, "nll_per_token") > 2 && number(o, "nll_per_token") < 4);
+	cJSON_Delete(o);
+}
+
+KVT_TEST(injected_fault_ends_in_stale)
+{
+	cJSON *o, *list;
+	int code;
+
+	code = engine(
+		"run --model $M/tiny-k2 --no-seal --kv fp8 --json --max-tokens 16 --ignore-eos "
+		"--inject swap-rows --prompt 'The first' --prompt 'A second' --prompt 'Third'");
+	KVT_EXPECT_EQ(code, 6);
+	o = cJSON_Parse(strchr(out, '{'));
+	if (!o) /* stderr came first */
+		KVT_FAIL("%s", out);
+	list = cJSON_GetObjectItem(o, "results");
+	for (int i = 0; i < 3; i++)
+		KVT_EXPECT_STR(cJSON_GetStringValue(cJSON_GetObjectItem(
+				       cJSON_GetArrayItem(list, i), "finish_reason")),
+			       i < 2 ? "KV_STALE" : "length");
+	cJSON_Delete(o);
+}
+
+KVT_TEST(refusals_name_what_is_wrong)
+{
+	static const struct {
+		const char *args;
+		int code;
+		const char *text;
+	} bad[] = {
+		{"", 2, "kv-engine run"},
+		{"dance", 2, "dance"},
+		{"run --prompt x", 2, "--model"},
+		{"run --model $M/tiny-k2", 2, "--prompt"},
+		{"run --model $M/tiny-k2 --prompt x --kv int3", 2, "--kv int3"},
+		{"run --model $M/tiny-k2 --prompt x --max-tokens -1", 2,
+		 "--max-tokens -1"},
+		{"run --model $M/tiny-k2 --prompt x --weights bf17", 2, "--weights bf17"},
+		{"run --model $M/tiny-k2 --prompt x --tenant red", 2, "tenant"},
+		{"run --model /nonexistent --prompt x", 1, "/nonexistent"},
+		{"run --model $M/tiny-k2 --prompt x --socket /nonexistent/s", 3,
+		 "/nonexistent/s"},
+		{"run --model $M/tiny-k2 --prompt x --max-tokens 9000", 1,
+		 "max_tokens=9000"},
+		{"run --model $M/tiny-k2 --prompt x --kv fp8_s", 1, "--scale-text"},
+		{"serve --model $M/tiny-k2", 2, "--listen"},
+		{"eval --model $M/tiny-k2", 2, "--text"},
+		{"eval --model $M/tiny-k2 --text /nonexistent", 1, "/nonexistent"},
+	};
+
+	for (size_t i = 0; i < KV_ARRAY_SIZE(bad); i++) {
+		int code = engine(bad[i].args);
+
+		if (code != bad[i].code)
+			KVT_FAIL("%s: exit %d, expected %d: %s", bad[i].args, code,
+				 bad[i].code, out);
+		KVT_EXPECT_HAS(out, bad[i].text);
+	}
+}
+
+KVT_MAIN()
