@@ -330,9 +330,9 @@ bool kvd_grace_advance(struct kvd_mm *mm)
 		quiet = b->reader ? b->reader->quiet : group->quiet;
 		if (b->epoch > quiet)
 			continue;
-		if (!budget)
-			return true;
 		budget -= batch_finish(mm, b, budget);
+		if (b->pages.nr)
+			return true;
 	}
 	return false;
 }

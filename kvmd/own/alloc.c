@@ -10,15 +10,17 @@
 #include <errno.h>
 #include "kvmd/own/core.h"
 
+#define HARVEST_SLICES 4u
+
 static u32 pages_of(const struct kvd_pool *pool, u64 bytes)
 {
 	return (u32)kv_div_round_up(bytes, pool->geo.stride_bytes);
 }
 
-/* Let go what waits only for a look at the slots. */
+/* Let go what waits only for a look at the slots; more than the largest batch can use. */
 static void harvest(struct kvd_mm *mm)
 {
-	while (kvd_grace_advance(mm))
+	for (u32 i = 0; i < HARVEST_SLICES && kvd_grace_advance(mm); i++)
 		;
 }
 

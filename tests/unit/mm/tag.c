@@ -102,7 +102,7 @@ KVT_TEST(alloc_at_the_end_of_the_range)
 	struct kv_grant g[8];
 
 	rig_init(&r, 1, 8);
-	r.gens.next = KV_TAG_GEN_MAX - 9;
+	r.gens.next = r.gens.bound = KV_TAG_GEN_MAX - 9; /* nearly all were used */
 	a = rig_client(&r, rig_tenant(&r, r.red, "t", 0, 0), &s);
 	KVT_EXPECT_EQ(rig_alloc(s, a, 6, KV_GFP_NOWAIT, g), -EOVERFLOW);
 	KVT_EXPECT_EQ(rig_alloc(s, a, 5, KV_GFP_NOWAIT, g), 0);
