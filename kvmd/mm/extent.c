@@ -6,6 +6,7 @@
  */
 #include "kvmd/mm/extent.h"
 #include <errno.h>
+#include "base/mutant.h"
 #include "kvmd/mm/pool.h"
 
 /* Page padding may waste 1/33 of an extent: just under 3 %. */
@@ -183,6 +184,8 @@ int kvd_extent_shrink(struct kvd_pool *pool, u32 index)
 	pool->nr_live_extents--;
 	pool->mm->draining_bytes += pool->geo.extent_bytes;
 	pool->mm->ops->extent_draining(pool, index);
+	if (KV_MUTANT(unmap_no_ack))
+		e->nr_given = 0;
 	if (e->nr_given == 0)
 		extent_release(pool, index);
 	return 0;

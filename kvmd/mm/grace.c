@@ -89,7 +89,8 @@ void kvd_reader_scan(struct kvd_mm *mm, struct kvd_reader *r)
 
 	r->busy_slots = 0;
 	for (u32 i = 0; i < KV_ANNOUNCE_SLOTS; i++) {
-		if (r->gone || (r->quiet_slots & (1u << i))) {
+		if (r->gone || (r->quiet_slots & (1u << i)) ||
+		    (i && KV_MUTANT(first_slot_only))) {
 			r->seen[i] = epoch;
 			continue;
 		}
@@ -115,7 +116,7 @@ void kvd_reader_scan(struct kvd_mm *mm, struct kvd_reader *r)
  * scan. */
 static void reader_set_wake(struct kvd_reader *r, bool wake)
 {
-	if (r->wake == wake)
+	if (r->wake == wake || KV_MUTANT(no_wake))
 		return;
 	r->wake = wake;
 	kv_store_relaxed64(&r->page->wake.word, wake);

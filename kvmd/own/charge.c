@@ -74,7 +74,7 @@ int kvd_charge_try(struct kvd_tenant *tenant, struct kvd_pool *pool, u32 nr)
 	if (acct->used_bytes + bytes > acct->max_bytes && !KV_MUTANT(no_quota))
 		return KV_QUOTA;
 	if (core->min_bytes_total && acct->used_bytes + bytes > acct->min_bytes &&
-	    !promises_kept(core, tenant, bytes))
+	    !promises_kept(core, tenant, bytes) && !KV_MUTANT(min_not_kept))
 		return KV_FULL;
 	acct->used_bytes += bytes;
 	return 0;

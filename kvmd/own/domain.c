@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include "base/mutant.h"
 #include "kvmd/own/core.h"
 
 int kvd_domain_create(struct kvd_core *core, const char *name, const u8 *secret,
@@ -98,7 +99,7 @@ static void pool_evict(struct kvd_pool *pool, bool dry_run, struct kvd_evicted *
 				kvd_prefix_evict(pool, pfn);
 		} else if (f->state == KVD_SEALED && (f->flags & KVD_FRAME_INDEXED)) {
 			ret->unindexed++;
-			if (!dry_run)
+			if (!dry_run && !KV_MUTANT(reset_keeps_index))
 				kvd_prefix_forget(pool, pfn);
 		}
 	}

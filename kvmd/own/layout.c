@@ -10,6 +10,7 @@
 #include <sodium.h>
 #include <stdio.h>
 #include <string.h>
+#include "base/mutant.h"
 
 static int refuse(struct kvd_refusal *why, const char *field, unsigned long long value,
 		  const char *reason)
@@ -119,7 +120,8 @@ static void put(crypto_generichash_blake2b_state *st, const void *data, u32 byte
 {
 	u8 len[4] = {(u8)bytes, (u8)(bytes >> 8), (u8)(bytes >> 16), (u8)(bytes >> 24)};
 
-	crypto_generichash_blake2b_update(st, len, sizeof(len));
+	if (!KV_MUTANT(fingerprint_no_length))
+		crypto_generichash_blake2b_update(st, len, sizeof(len));
 	crypto_generichash_blake2b_update(st, data, bytes);
 }
 

@@ -73,10 +73,11 @@ bool kvd_lease_holds(struct kvd_session *s, struct kvd_attach *a, u32 pfn, u64 t
 	const struct kvd_frame *f = &a->pool->frames[pfn];
 	/* Both words are looked at, whatever the first one says: a page of somebody else
 	 * and one that is not there take the same time. */
-	u64 bad = (kv_tag_gen(f->tag) ^ kv_tag_gen(tag)) | (a->refs[pfn] == 0) |
-		  !kv_tag_live(f->tag);
+	u64 bad = (kv_tag_gen(f->tag) ^ kv_tag_gen(tag)) | !kv_tag_live(f->tag);
 	u32 where, slot;
 
+	if (!KV_MUTANT(any_owner))
+		bad |= a->refs[pfn] == 0;
 	if (bad)
 		return false;
 	if (f->state != KVD_MAGAZINE)

@@ -25,9 +25,10 @@ int kvd_seal_start(struct kvd_seal_op *op)
 	}
 	op->hashed = 0;
 	memset(op->rets, 0, op->nr * sizeof(*op->rets));
-	memcpy(op->key,
-	       arg->flags & KV_SEAL_ROOT ? op->a->pool->root_key : arg->parent_key,
-	       KV_KEY_BYTES);
+	if ((arg->flags & KV_SEAL_ROOT) || KV_MUTANT(relative_parent))
+		memcpy(op->key, op->a->pool->root_key, KV_KEY_BYTES);
+	else
+		memcpy(op->key, arg->parent_key, KV_KEY_BYTES);
 	return 0;
 }
 

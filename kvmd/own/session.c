@@ -222,6 +222,8 @@ static int pool_get(struct kvd_session *s, const struct kv_layout *layout,
 		}
 		if (!pool->nr_sessions)
 			continue;
+		if (KV_MUTANT(layout_guess))
+			continue;
 		r = kvd_layout_differs(&pool->layout, pool->scales, layout, scales,
 				       ret_why);
 		if (r)
