@@ -76,6 +76,18 @@ void kvd_config_single(struct kvd_config *config, uid_t uid)
 	t->gpus[0].high_bytes = t->gpus[0].max_bytes = 1ull << 53;
 }
 
+/* Errors begin with the file's name, as a compiler's do. */
+static int parse_named(const char *path, const char *text, size_t bytes,
+		       struct kvd_config *ret_config, char *error)
+{
+	char why[KVD_CONFIG_ERROR_BYTES];
+	int r = kvd_config_parse(text, bytes, ret_config, why);
+
+	if (r)
+		snprintf(error, KVD_CONFIG_ERROR_BYTES, "%.60s: %.190s", path, why);
+	return r;
+}
+
 int kvd_config_load(const char *path, struct kvd_config *ret_config, char *error)
 {
 	size_t used = 0;
@@ -106,7 +118,7 @@ int kvd_config_load(const char *path, struct kvd_config *ret_config, char *error
 	if (r)
 		snprintf(error, KVD_CONFIG_ERROR_BYTES, "%s: %s", path, strerror(-r));
 	else
-		r = kvd_config_parse(text, used, ret_config, error);
+		r = parse_named(path, text, used, ret_config, error);
 	free(text);
 	close(fd);
 	return r;

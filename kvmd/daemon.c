@@ -160,6 +160,14 @@ static bool may_spin(const struct kvd *kvd)
 	return !sched_getaffinity(0, sizeof(set), &set) && CPU_COUNT(&set) >= SPIN_CPUS;
 }
 
+static void read_clock(void *arg)
+{
+	struct kvd *kvd = arg;
+
+	kvd->now_ns = kv_now_ns();
+	kvd_core_now(&kvd->core, kvd->now_ns);
+}
+
 static void kvd_prepare(struct kvd *kvd, const struct kvd_options *opt)
 {
 	memset(kvd, 0, sizeof(*kvd));
@@ -220,6 +228,7 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	r = sockets_open(kvd, error);
 	if (r)
 		goto fini_core;
+	kvd_loop_on_wake(kvd->loop, read_clock, kvd);
 	kvd_inside_add(kvd);
 	free(config);
 	return 0;
@@ -327,8 +336,6 @@ int kvd_turn(struct kvd *kvd)
 	r = kvd_loop_wait(kvd->loop, deadline);
 	if (r < 0)
 		return r;
-	kvd->now_ns = kv_now_ns();
-	kvd_core_now(&kvd->core, kvd->now_ns);
 	if (kvd_serve_awake(kvd))
 		kvd->last_entry_ns = kvd->now_ns;
 	kvd_serve_hashing(kvd);

@@ -264,6 +264,10 @@ int main(int argc, char **argv)
 		r = private_paths(&cmd);
 	if (r)
 		return EXIT_USAGE;
+	/* What a service manager would have made. */
+	if (!strncmp(cmd.opt.socket_path, "/run/kvmd/", 10) ||
+	    !strncmp(cmd.opt.admin_path, "/run/kvmd/", 10))
+		mkdir("/run/kvmd", 0755);
 	kvd_log_setup(STDERR_FILENO, cmd.verbose ? KVD_LOG_DBG : KVD_LOG_INFO);
 	if (cmd.die_with_parent && die_with_parent(parent)) {
 		fprintf(stderr, "kvmd: the parent is gone\n");

@@ -41,6 +41,8 @@ struct kvd_loop {
 	u32 first_free;
 	u32 nr_rearm;
 	u32 nr_kicks; /* prepared, not submitted */
+	void (*on_wake)(void *arg);
+	void *on_wake_arg;
 	u32 rearm[KVD_WATCHES_MAX];
 	struct slot slots[KVD_WATCHES_MAX];
 };
@@ -145,6 +147,13 @@ static struct io_uring_sqe *sqe_get(struct kvd_loop *loop)
 	return sqe;
 }
 
+/* Nobody waits for its success: no completion, no wake-up. */
+static void sqe_quiet(struct kvd_loop *loop, struct io_uring_sqe *sqe)
+{
+	if (loop->ring.features & IORING_FEAT_CQE_SKIP)
+		sqe->flags |= IOSQE_CQE_SKIP_SUCCESS;
+}
+
 static void rearm_queue(struct kvd_loop *loop, u32 index)
 {
 	struct slot *slot = &loop->slots[index];
@@ -187,6 +196,7 @@ static void uring_disarm(struct kvd_loop *loop, u32 index)
 		return;
 	sqe = sqe_get(loop);
 	io_uring_prep_poll_remove(sqe, slot_data(loop, index));
+	sqe_quiet(loop, sqe);
 	io_uring_sqe_set_data64(sqe, ~0ull);
 	slot->armed = false;
 }
@@ -270,6 +280,18 @@ void kvd_loop_modify(struct kvd_loop *loop, struct kvd_watch *watch, u32 events)
 	rearm_queue(loop, index);
 }
 
+void kvd_loop_on_wake(struct kvd_loop *loop, void (*fn)(void *arg), void *arg)
+{
+	loop->on_wake = fn;
+	loop->on_wake_arg = arg;
+}
+
+static void woke(struct kvd_loop *loop)
+{
+	if (loop->on_wake)
+		loop->on_wake(loop->on_wake_arg);
+}
+
 static int dispatch(struct kvd_loop *loop, u64 data, u32 mask)
 {
 	u32 index = (u32)data;
@@ -308,6 +330,7 @@ static int uring_wait(struct kvd_loop *loop, u64 deadline_ns)
 	}
 	if (r < 0 && r != -ETIME && r != -EINTR && r != -EBUSY && r != -EAGAIN)
 		return r;
+	woke(loop);
 	nr = io_uring_peek_batch_cqe(&loop->ring, batch, KVD_LOOP_BATCH);
 	/* Copied first: callbacks submit, which may move the ring. */
 	for (i = 0; i < nr; i++) {
@@ -332,8 +355,9 @@ static int epoll_wait_once(struct kvd_loop *loop, u64 deadline_ns)
 		ts.tv_nsec = (long)((deadline_ns - now) % KV_NSEC_PER_SEC);
 	}
 	nr = epoll_pwait2(loop->epoll_fd, ev, KVD_LOOP_BATCH, &ts, NULL);
-	if (nr < 0)
-		return errno == EINTR ? 0 : -errno;
+	if (nr < 0 && errno != EINTR)
+		return -errno;
+	woke(loop);
 	for (i = 0; i < nr; i++)
 		ran += dispatch(loop, ev[i].data.u64, ev[i].events);
 	return ran;
@@ -373,6 +397,7 @@ void kvd_loop_kick(struct kvd_loop *loop, int event_fd)
 	}
 	sqe = sqe_get(loop);
 	io_uring_prep_write(sqe, event_fd, &kick_one, sizeof(kick_one), 0);
+	sqe_quiet(loop, sqe);
 	io_uring_sqe_set_data64(sqe, ~0ull);
 	loop->nr_kicks++;
 }

@@ -74,12 +74,17 @@ void kvd_loop_del(struct kvd_loop *loop, struct kvd_watch *watch);
 /** kvd_loop_modify() - change the wanted events */
 void kvd_loop_modify(struct kvd_loop *loop, struct kvd_watch *watch, u32 events);
 
+/** kvd_loop_on_wake() - call @fn after each wait and before its callbacks: to read the
+ * clock */
+void kvd_loop_on_wake(struct kvd_loop *loop, void (*fn)(void *arg), void *arg);
+
 /**
  * kvd_loop_wait() - wait for events until a deadline and run their callbacks
  * @deadline_ns: monotonic; 0 = do not sleep
  *
  * At most KVD_LOOP_BATCH callbacks run.
- * Return: callbacks run, 0 at the deadline; -errno.
+ * Return: callbacks run; 0 at the deadline, now and then earlier (a removed watch's last
+ *word); -errno.
  */
 int kvd_loop_wait(struct kvd_loop *loop, u64 deadline_ns);
 

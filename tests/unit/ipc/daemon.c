@@ -514,7 +514,7 @@ KVT_TEST(gfp_wait_is_bounded)
 	daemon_stop(&d);
 }
 
-/* -------------------------------------------------------------- admin, loop */
+/* -------------------------------------------------------------------- admin */
 
 KVT_TEST(admin_answers_bad_requests)
 {
@@ -535,72 +535,6 @@ KVT_TEST(admin_answers_bad_requests)
 		KVT_EXPECT(strlen(cJSON_GetObjectItem(doc, "error")->valuestring) > 3);
 		cJSON_Delete(doc);
 	}
-	daemon_stop(&d);
-}
-
-KVT_TEST(idle_means_one_wakeup_a_second)
-{
-	struct kv_grant g;
-	struct raw c;
-	double a, b;
-
-	daemon_start(&d, NULL);
-	raw_open(&c, &d);
-	KVT_EXPECT_EQ(raw_alloc(&c, 1, KV_GFP_NOWAIT, &g), 0);
-	a = daemon_number(&d, "{\"op\":\"stat\"}", "counters.wakeups");
-	usleep(2500000);
-	b = daemon_number(&d, "{\"op\":\"stat\"}", "counters.wakeups");
-	/* 2 or 3 ticks; accept, line and hang-up of the admin connections */
-	KVT_NOTE("%g wake-ups in 2.5 s", b - a);
-	KVT_EXPECT_LE(b - a, 9);
-	raw_close(&c);
-	daemon_stop(&d);
-}
-
-static void with_epoll(struct kvd_options *opt)
-{
-	opt->force_epoll = true;
-}
-
-static void with_spin(struct kvd_options *opt)
-{
-	opt->spin = true;
-}
-
-static void ping(void (*tweak)(struct kvd_options *opt))
-{
-	struct kv_grant g[3];
-	struct raw c;
-	int i;
-
-	daemon_start(&d, tweak);
-	raw_open(&c, &d);
-	for (i = 0; i < 200; i++) {
-		KVT_EXPECT_EQ(raw_alloc(&c, 3, KV_GFP_NOWAIT, g), 0);
-		KVT_EXPECT_EQ(raw_free(&c, g, 3), 0);
-	}
-	raw_close(&c);
-	daemon_wait(&d, STATUS, "sessions", 0, 1000);
-	KVT_EXPECT_EQ(daemon_number(&d, "{\"op\":\"audit\"}", "damage"), 0);
-}
-
-KVT_TEST(epoll_serves_where_io_uring_is_forbidden_and_says_so)
-{
-	cJSON *doc;
-	char *text;
-
-	ping(with_epoll);
-	doc = daemon_ask(&d, STATUS);
-	text = cJSON_PrintUnformatted(doc);
-	KVT_EXPECT_HAS(text, "LOOP_EPOLL");
-	cJSON_free(text);
-	cJSON_Delete(doc);
-	daemon_stop(&d);
-}
-
-KVT_TEST(spinning_serves_too)
-{
-	ping(with_spin);
 	daemon_stop(&d);
 }
 
