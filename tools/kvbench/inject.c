@@ -323,6 +323,7 @@ static cJSON *row_json(const struct row *row, const struct inject_run *run,
 
 struct inject_args {
 	const char *model, *text, *weights, *socket, *check, *only;
+	const char *prompts[2]; /* victim's and other's own texts, or NULL */
 	u32 kv;
 	bool json, texts;
 };
@@ -332,6 +333,7 @@ static int usage(void)
 	fprintf(stderr,
 		"usage: kvbench inject [--model DIR] [--text FILE] [--weights bf16|fp8|int4-g32|int4-g128]\n"
 		"       [--kv bf16|fp8] [--check batch|off] [--only NAME] [--texts] [--json] [--socket PATH]\n"
+		"       [--prompt TEXT] [--other-prompt TEXT]   repeated to fill three pages and a tail\n"
 		"Each fault against a kvmd (a private one without --socket, where --check applies).\n");
 	return 2;
 }
@@ -339,10 +341,12 @@ static int usage(void)
 static int parse(int argc, char **argv, struct inject_args *a)
 {
 	static const struct option opts[] = {
-		{"model", 1, 0, 'm'}, {"text", 1, 0, 't'},  {"weights", 1, 0, 'w'},
-		{"kv", 1, 0, 'k'},    {"check", 1, 0, 'c'}, {"only", 1, 0, 'o'},
-		{"texts", 0, 0, 'T'}, {"json", 0, 0, 'j'},  {"socket", 1, 0, 's'},
-		{0, 0, 0, 0},
+		{"model", 1, 0, 'm'},	{"text", 1, 0, 't'},
+		{"weights", 1, 0, 'w'}, {"kv", 1, 0, 'k'},
+		{"check", 1, 0, 'c'},	{"only", 1, 0, 'o'},
+		{"prompt", 1, 0, 'p'},	{"other-prompt", 1, 0, 'q'},
+		{"texts", 0, 0, 'T'},	{"json", 0, 0, 'j'},
+		{"socket", 1, 0, 's'},	{0, 0, 0, 0},
 	};
 	int c, kv;
 
@@ -367,6 +371,10 @@ static int parse(int argc, char **argv, struct inject_args *a)
 			break;
 		case 'o':
 			a->only = optarg;
+			break;
+		case 'p':
+		case 'q':
+			a->prompts[c == 'q'] = optarg;
 			break;
 		case 'T':
 			a->texts = true;
@@ -438,10 +446,14 @@ int kvb_inject(int argc, char **argv)
 		return r;
 	if (kvb_scene_open(&scene, a.model, a.text, a.weights, a.socket, a.check))
 		return 1;
+	for (u32 i = VICTIM; !r && i <= OTHER; i++)
+		if (a.prompts[i])
+			r = kvb_scene_prompt(&scene, i, a.prompts[i]);
 	out = cJSON_CreateArray();
 	clean.scene = &scene;
 	clean.kv = a.kv;
-	r = play(&clean, NULL);
+	if (!r)
+		r = play(&clean, NULL);
 	if (!a.json)
 		printf("%-16s %-9s %-14s %11s\n", "fault", "detected", "only offender",
 		       "wrong bytes");

@@ -121,6 +121,21 @@ free_model:
 	return r;
 }
 
+int kvb_scene_prompt(struct kvb_scene *s, u32 i, const char *text)
+{
+	size_t nr;
+	u32 *ids;
+	int r = eng_tokenizer_encode(s->model->tok, text, strlen(text), ENG_ENCODE_PLAIN,
+				     &ids, &nr);
+
+	if (r)
+		return r;
+	for (u32 n = 0; nr && n < KVB_PROMPT_TOKENS; n++)
+		s->prompts[i][n] = ids[n % nr];
+	free(ids);
+	return nr ? 0 : -EINVAL;
+}
+
 void kvb_scene_close(struct kvb_scene *s)
 {
 	if (s->own_kvmd)

@@ -39,6 +39,14 @@ struct kvb_scene {
 int kvb_scene_open(struct kvb_scene *s, const char *model_dir, const char *text_path,
 		   const char *weights, const char *socket_path, const char *check);
 
+/**
+ * kvb_scene_prompt() - make prompt @i of a text of one's own, repeated until it is long
+ * enough
+ *
+ * Return: 0; -EINVAL the text has no token.
+ */
+int kvb_scene_prompt(struct kvb_scene *s, u32 i, const char *text);
+
 void kvb_scene_close(struct kvb_scene *s);
 
 #endif
