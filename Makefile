@@ -132,7 +132,7 @@ $(O)/obj/%.cu.o: %.cu
 
 cflags-kernels := -fopenmp -O3 -fno-math-errno -fno-trapping-math
 cflags-engine/run := -fopenmp
-cflags-engine/model := -fopenmp -O3
+cflags-engine/model := -fopenmp -O3 -fno-trapping-math
 cflags-tools/kvquant := -fopenmp
 
 -include $(shell find $(O) -name '*.d' 2>/dev/null)
