@@ -124,7 +124,7 @@ KVT_TEST(o43_two_meanings_one_byte_string)
 		l.lora_id = 0;
 		memset(l.model_id, 0, sizeof(l.model_id));
 		memcpy(&l.lora_id, "abcdefgh", cut);
-		memcpy(l.model_id, "abcdefghijkl" + cut, 12 - cut);
+		memcpy(l.model_id, &"abcdefghijkl"[cut], 12 - cut);
 		seen[nr++] = kvd_layout_fingerprint(&l, scales);
 		KVT_EXPECT_EQ(seen[nr - 1], fingerprint_by_hand(&l, scales));
 	}
