@@ -52,9 +52,13 @@ template <int HD, bool FP8> struct gqa_cfg {
 	static constexpr int KPC = E / 4;      /* k-steps in 16 bytes of four lanes */
 	static constexpr int KS = HD / 16;
 	static constexpr int NT = HD / 8;
-	static constexpr int MERGE = 4 * 16 * HD * 4 + NR_WARPS * 16 * 8 + 4096;
+	static constexpr int PART = 16 * HD * 4; /* a warp's O */
+	static constexpr int MERGE = NR_WARPS * (PART + 16 * 8) + 3584;
+	/* neighbouring heads of small pieces come by one copy: larger copies stream
+	 * faster */
+	static constexpr bool PAIR = PIECE <= 16384;
 	static constexpr int STAGES =
-		(227 * 1024 - MERGE) / (PIECE + (FP8 ? 256 : 16) + 16);
+		(227 * 1024 - MERGE) / (PIECE + (FP8 ? 256 : 16) + 16) & ~1;
 };
 
 #define SEG_RING 32
@@ -73,14 +77,18 @@ template <int HD, bool FP8> struct gqa_smem {
 	using C = gqa_cfg<HD, FP8>;
 	uint8_t ring[C::STAGES][C::PIECE];
 	uint8_t scales[C::STAGES][C::SCALES ? C::SCALES : 16];
-	float merge[4][16 * HD];
+	float4 part[NR_WARPS][16 * HD / 4]; /* warps' results for the segment's merge */
 	float2 ml[NR_WARPS][16];
+	struct plan_pending pend[2];   /* first, last segment */
 	struct gqa_seg segs[SEG_RING]; /* written by the producer */
 	uint64_t full[C::STAGES];
 	uint64_t empty[C::STAGES];
-	uint32_t issued;    /* pieces whose copies were started */
-	uint32_t segs_in;   /* segments described in segs[] */
-	uint32_t segs_done; /* consumer warps that finished a segment, summed */
+	uint32_t issued;	    /* pieces whose copies were started */
+	uint32_t segs_in;	    /* segments described in segs[] */
+	uint32_t segs_done;	    /* consumer warps that finished a segment, summed */
+	uint32_t arrived[NR_WARPS]; /* warps that left a result, per head and row block */
+	uint32_t merged[NR_WARPS];  /* segments merged, likewise */
+	uint32_t hbs;
 	uint32_t flag;
 };
 
@@ -102,10 +110,37 @@ KVK_DEV struct gqa_seg publish_seg(const struct attn_params &p,
 	if (i >= SEG_RING)
 		spin_until(&sm->segs_done, NR_WARPS * (i - SEG_RING + 1) - 1);
 	if ((threadIdx.x & 31) == 0) {
+		sm->hbs = cta.hbs;
 		sm->segs[i % SEG_RING] = g;
 		sts_release(&sm->segs_in, i + 1);
 	}
 	return g;
+}
+
+/* Start the copy of @gp neighbouring heads' pieces, ring positions @seq on. One lane. */
+template <int HD, bool FP8>
+KVK_DEV void copy_pieces(const struct attn_params &p, const uint8_t *at, uint32_t head,
+			 uint32_t seq, uint32_t gp, gqa_smem<HD, FP8> *sm,
+			 uint64_t policy)
+{
+	using C = gqa_cfg<HD, FP8>;
+	const uint32_t stage = seq % C::STAGES,
+		       flight = min(p.flight, (uint32_t)C::STAGES);
+	uint64_t *full = &sm->full[stage];
+
+	if (seq >= flight) {
+		uint32_t before = (seq - flight) & ~(gp - 1);
+
+		mbar_wait(&sm->full[before % C::STAGES], before / C::STAGES & 1);
+	}
+	for (uint32_t i = 0; i < gp; i++)
+		mbar_wait(&sm->empty[stage + i], (seq / C::STAGES & 1) ^ 1);
+	mbar_arrive_expect(full, gp * (C::PIECE + (p.token_scales ? 256 : 0)));
+	bulk_load(sm->ring[stage], at + head * C::PIECE, gp * C::PIECE, full, policy);
+	if (FP8 && p.token_scales)
+		bulk_load(sm->scales[stage], at + p.nr_kv_heads * C::PIECE + head * 256,
+			  gp * 256, full, policy);
+	sts_release(&sm->issued, seq + gp);
 }
 
 template <int HD, bool FP8>
@@ -114,9 +149,9 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 {
 	using C = gqa_cfg<HD, FP8>;
 	const uint64_t policy = policy_evict_first();
-	const uint32_t scales_off = p.nr_kv_heads * C::PIECE;
 	const int lane = threadIdx.x & 31;
-	uint32_t stage = 0, phase = 1, issued = 0;
+	const uint32_t gp = C::PAIR && cta.hbs >= 2 ? 2 : 1;
+	uint32_t issued = 0;
 
 	for (uint32_t i = 0; i < cta.count; i++) {
 		const struct plan_seg *ps =
@@ -133,29 +168,15 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 			n = min(32u, g.s.nr_pages - pg);
 			if (pg + 32 + lane < g.s.nr_pages)
 				pfn = rows[pg + 32 + lane].pfn;
-			for (uint32_t j = 0; j < n * g.hbs; j++) {
+			for (uint32_t j = 0; j < n * g.hbs; j += gp) {
 				const uint8_t *at =
 					p.base + __shfl_sync(~0u, off, j / g.hbs);
 				uint32_t head = g.s.hblk * g.hbs + j % g.hbs;
 
-				issued++;
-				if (lane == 0) {
-					mbar_wait(&sm->empty[stage], phase);
-					mbar_arrive_expect(
-						&sm->full[stage],
-						C::PIECE + (p.token_scales ? 256 : 0));
-					bulk_load(sm->ring[stage], at + head * C::PIECE,
-						  C::PIECE, &sm->full[stage], policy);
-					if (FP8 && p.token_scales)
-						bulk_load(sm->scales[stage],
-							  at + scales_off + head * 256,
-							  256, &sm->full[stage], policy);
-					sts_release(&sm->issued, issued);
-				}
-				if (++stage == C::STAGES) {
-					stage = 0;
-					phase ^= 1;
-				}
+				if (lane == 0)
+					copy_pieces<HD, FP8>(p, at, head, issued, gp, sm,
+							     policy);
+				issued += gp;
 			}
 		}
 	}
@@ -276,7 +297,8 @@ KVK_DEV void scores(uint32_t k_addr, const uint32_t (*qf)[4], float (*s)[4])
  * + i].
  */
 template <int HD, bool FP8>
-KVK_DEV void values(uint32_t v_addr, const uint32_t (*a)[4], float (*o)[4])
+KVK_DEV void values(uint32_t v_addr, const uint32_t (*a)[4], const uint32_t (*lo)[4],
+		    float (*o)[4])
 {
 	using C = gqa_cfg<HD, FP8>;
 	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
@@ -307,6 +329,7 @@ KVK_DEV void values(uint32_t v_addr, const uint32_t (*a)[4], float (*o)[4])
 					mma_16816<false>(t[1], a[ks], hi0, hi1);
 				} else {
 					mma_16816<true>(o[4 * j + i], a[ks], r0, r1);
+					mma_16816<true>(o[4 * j + i], lo[ks], r0, r1);
 				}
 			}
 		}
@@ -344,7 +367,7 @@ struct gqa_piece {
 /* Scores to probabilities: scales, mask, running maximum; returns with P in a[][]. */
 template <int HD, bool FP8>
 KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
-		     float (*s)[4], gqa_acc<HD> &acc, uint32_t (*a)[4])
+		     float (*s)[4], gqa_acc<HD> &acc, uint32_t (*a)[4], uint32_t (*lo)[4])
 {
 	const int c = threadIdx.x & 3;
 	const bool tok = FP8 && p.token_scales;
@@ -424,8 +447,17 @@ KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
 			float e1 = exp2_fast(s[jt][2 * h + 1] - mu[h]);
 
 			acc.l[h] += e0 + e1;
-			a[jt / 2][2 * (jt & 1) + h] =
-				FP8 ? pack_f16(e0 * v.x, e1 * v.y) : pack_bf16(e0, e1);
+			if (FP8) {
+				a[jt / 2][2 * (jt & 1) + h] =
+					pack_f16(e0 * v.x, e1 * v.y);
+			} else { /* P in two bf16 parts: one alone is off by 1e-3 */
+				uint32_t hi = pack_bf16(e0, e1);
+				float2 f = unpack_bf16(hi);
+
+				a[jt / 2][2 * (jt & 1) + h] = hi;
+				lo[jt / 2][2 * (jt & 1) + h] =
+					pack_bf16(e0 - f.x, e1 - f.y);
+			}
 		}
 	}
 }
@@ -433,26 +465,30 @@ KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
 /* --------------------------------------------------------------------------- segment end
  */
 
-/* Fold warp state @b (m, l, o in true units) from shared memory into @acc. */
-template <int HD> KVK_DEV void fold(gqa_acc<HD> &acc, const float *o, const float2 *ml)
+/* Fold a warp's result from shared memory into @acc. */
+template <int HD> KVK_DEV void fold(gqa_acc<HD> &acc, const float4 *o, const float2 *ml)
 {
 	const int lane = threadIdx.x & 31, g = lane / 4;
+	float ca[2], cb[2];
 
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
 		float2 b = ml[g + 8 * h];
 		float mn = fmaxf(acc.m[h], b.x), mu = mn == -INFINITY ? 0.f : mn;
-		float ca = exp2_fast(acc.m[h] - mu), cb = exp2_fast(b.x - mu);
 
-#pragma unroll
-		for (int i = 0; i < HD / 8; i++) {
-			acc.o[i][2 * h] = acc.o[i][2 * h] * ca +
-					  o[(4 * i + 2 * h) * 32 + lane] * cb;
-			acc.o[i][2 * h + 1] = acc.o[i][2 * h + 1] * ca +
-					      o[(4 * i + 2 * h + 1) * 32 + lane] * cb;
-		}
-		acc.l[h] = acc.l[h] * ca + b.y * cb;
+		ca[h] = exp2_fast(acc.m[h] - mu);
+		cb[h] = exp2_fast(b.x - mu);
+		acc.l[h] = acc.l[h] * ca[h] + b.y * cb[h];
 		acc.m[h] = mn;
+	}
+#pragma unroll
+	for (int i = 0; i < HD / 8; i++) {
+		float4 v = o[i * 32 + lane];
+
+		acc.o[i][0] = acc.o[i][0] * ca[0] + v.x * cb[0];
+		acc.o[i][1] = acc.o[i][1] * ca[0] + v.y * cb[0];
+		acc.o[i][2] = acc.o[i][2] * ca[1] + v.z * cb[1];
+		acc.o[i][3] = acc.o[i][3] * ca[1] + v.w * cb[1];
 	}
 }
 
@@ -515,8 +551,7 @@ KVK_DEV void write_rows(const struct attn_params &p, const struct gqa_seg &g,
 {
 	const int lane = threadIdx.x & 31;
 	uint32_t per = g.s.q_len * p.group, rows = per * g.hbs;
-	float *slot =
-		g.s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(g.s, g.s.part), 0) : NULL;
+	float *slot = g.s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(g.s, g.s.part)) : NULL;
 
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
@@ -586,43 +621,69 @@ KVK_DEV struct gqa_role role_of(const struct attn_params &p, uint32_t warp)
 	return r;
 }
 
-/* Merge the warps that worked on the same head, then write; all consumers call it. */
+/*
+ * Merge the warps of a head and row block. A warp leaves its result and goes on; the one
+ * that comes last folds all of them in warp order. @nth: segments merged before. Return:
+ * this warp holds the result.
+ */
+template <int HD, bool FP8>
+KVK_DEV bool merge_warps(const struct gqa_role &role, uint32_t hbs, uint32_t nth,
+			 bool worked, gqa_acc<HD> &acc, gqa_smem<HD, FP8> *sm)
+{
+	const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+	const uint32_t peers = role.slots / hbs, head = role.slot % hbs,
+		       mt = role.row0 / 16;
+	const uint32_t id = head * role.nm + mt;
+	uint32_t last = 0;
+
+	if (peers == 1)
+		return true;
+	while (lds_acquire(&sm->merged[id]) < nth)
+		;
+	if (worked)
+#pragma unroll
+		for (int i = 0; i < HD / 8; i++)
+			sm->part[warp][i * 32 + lane] = make_float4(
+				acc.o[i][0], acc.o[i][1], acc.o[i][2], acc.o[i][3]);
+#pragma unroll
+	for (int h = 0; h < 2; h++)
+		if (lane % 4 == 0)
+			sm->ml[warp][lane / 4 + 8 * h] =
+				make_float2(acc.m[h], worked ? acc.l[h] : -1.f);
+	__syncwarp();
+	if (lane == 0)
+		last = atoms_add_acq_rel(&sm->arrived[id], 1) % peers == peers - 1;
+	if (!__shfl_sync(~0u, last, 0))
+		return false;
+	__syncwarp();
+	acc = {};
+	acc.m[0] = acc.m[1] = -INFINITY;
+	for (uint32_t i = 0; i < peers; i++) {
+		uint32_t w = (i * hbs + head) * role.nm + mt;
+
+		if (sm->ml[w][0].y >= 0.f || sm->ml[w][0].y != sm->ml[w][0].y)
+			fold<HD>(acc, sm->part[w], sm->ml[w]);
+	}
+	__syncwarp();
+	if (lane == 0)
+		sts_release(&sm->merged[id], nth + 1);
+	return true;
+}
+
+/* The warp's end of a segment: merge, write, and count a split unit's part in. */
 template <int HD, bool FP8>
 KVK_DEV void finish_segment(const struct attn_params &p, const struct gqa_seg &g,
-			    const struct gqa_role &role, gqa_acc<HD> &acc,
+			    const struct gqa_role &role, uint32_t nth, gqa_acc<HD> &acc,
 			    gqa_smem<HD, FP8> *sm, float sv)
 {
-	const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-	const uint32_t peers = role.slots / g.hbs, me = role.slot / g.hbs;
+	const struct plan_seg &s = g.s;
 
 	settle<HD>(acc, sv);
-	for (uint32_t step = peers / 2; step > 0; step /= 2) {
-		uint32_t buf = ((me - step) * g.hbs + role.slot % g.hbs) * role.nm +
-			       role.row0 / 16;
-
-		bar_sync(BAR_ALL, NR_WARPS * 32);
-		if (!role.idle && me >= step && me < 2 * step) {
-#pragma unroll
-			for (int i = 0; i < HD / 2; i++)
-				sm->merge[buf][i * 32 + lane] = acc.o[i / 4][i % 4];
-#pragma unroll
-			for (int h = 0; h < 2; h++)
-				if (lane % 4 == 0)
-					sm->ml[buf][lane / 4 + 8 * h] =
-						make_float2(acc.m[h], acc.l[h]);
-		}
-		bar_sync(BAR_ALL, NR_WARPS * 32);
-		if (!role.idle && me < step) {
-			buf = warp;
-			fold<HD>(acc, sm->merge[buf], sm->ml[buf]);
-		}
-	}
-	if (!role.idle && me == 0)
-		write_rows<HD, FP8>(p, g, acc, role.slot, role.row0);
-	if (g.s.nr_parts > 1)
-		plan_finish<HD, gqa_row_elem<HD>>(p, g.s, g.hbs,
-						  g.s.q_len * p.group * g.hbs, &sm->flag,
-						  threadIdx.x, BAR_ALL, NR_WARPS * 32);
+	if (!merge_warps<HD, FP8>(role, g.hbs, nth, role.slot < g.nr_pieces, acc, sm))
+		return;
+	write_rows<HD, FP8>(p, g, acc, role.slot % g.hbs, role.row0);
+	if (s.nr_parts > 1)
+		plan_arrive(p, s, s.nr_parts * g.hbs * role.nm, &sm->pend[s.part == 0]);
 }
 
 /* One warp's pieces of a segment. @seq: ring position of the segment's first piece. */
@@ -641,10 +702,10 @@ KVK_DEV void consume_pieces(const struct attn_params &p, const struct gqa_seg &g
 		int32_t valid = (int32_t)g.s.len - first;
 
 		spin_until(&sm->issued, seq + i);
-		mbar_wait(&sm->full[stage], phase);
+		mbar_wait(&sm->full[C::PAIR && g.hbs >= 2 ? stage & ~1u : stage], phase);
 		if (!(p.flags & KVK_ATTN_LOADS)) {
 			float s[8][4];
-			uint32_t a[4][4];
+			uint32_t a[4][4], lo[4][4];
 
 			pc.k_addr = smem_addr(sm->ring[stage]);
 			pc.v_addr = pc.k_addr + C::PIECE / 2;
@@ -662,8 +723,8 @@ KVK_DEV void consume_pieces(const struct attn_params &p, const struct gqa_seg &g
 				zero_tail<HD, FP8>(sm->ring[stage], sm->scales[stage],
 						   valid);
 			scores<HD, FP8>(pc.k_addr, qf, s);
-			softmax<HD, FP8>(p, pc, s, acc, a);
-			values<HD, FP8>(pc.v_addr, a, acc.o);
+			softmax<HD, FP8>(p, pc, s, acc, a, lo);
+			values<HD, FP8>(pc.v_addr, a, lo, acc.o);
 		}
 		__syncwarp();
 		if (lane == 0)
@@ -677,7 +738,7 @@ KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, F
 {
 	using C = gqa_cfg<HD, FP8>;
 	const struct gqa_role role = role_of(p, threadIdx.x / 32);
-	uint32_t qf[C::KS][4], seq = 0;
+	uint32_t qf[C::KS][4], seq = 0, nth = 0;
 	struct gqa_seg g;
 
 	for (uint32_t i = 0; i < count; i++) {
@@ -705,16 +766,28 @@ KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, F
 			load_q<HD, FP8>(p, n->s, n->s.hblk * n->hbs + role.slot % n->hbs,
 					role.row0, qf);
 		}
-		if (g.ok)
-			finish_segment<HD, FP8>(
-				p, g, role, acc, sm,
-				FP8 ? (p.token_scales ? acc.sv_max : pc.sv) : 1.f);
-		else
+		if (!g.ok)
 			write_nan<HD>(p, g);
+		else if (!role.idle)
+			finish_segment<HD, FP8>(
+				p, g, role, nth++, acc, sm,
+				FP8 ? (p.token_scales ? acc.sv_max : pc.sv) : 1.f);
 		g = sm->segs[(i + 1) % SEG_RING];
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
 			atoms_add_release(&sm->segs_done, 1);
+	}
+	bar_sync(BAR_ALL, NR_WARPS * 32);
+	for (int i = 0; i < 2; i++) {
+		const struct plan_pending *pend = &sm->pend[i];
+		uint32_t hbs = sm->hbs;
+
+		if (pend->epoch)
+			plan_finish<HD, gqa_row_elem<HD>>(
+				p, pend, hbs, pend->s.q_len * p.group * hbs,
+				pend->s.nr_parts * hbs * role.nm,
+				(struct plan_part *)sm->part, &sm->flag, threadIdx.x,
+				BAR_ALL, NR_WARPS * 32);
 	}
 }
 
@@ -735,6 +808,10 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 			mbar_init(&sm->empty[i], nm);
 		}
 		sm->issued = sm->segs_in = sm->segs_done = 0;
+		for (int i = 0; i < NR_WARPS; i++)
+			sm->arrived[i] = sm->merged[i] = 0;
+		for (int i = 0; i < 2; i++)
+			sm->pend[i].epoch = sm->pend[i].last = 0;
 		mbar_init_fence();
 	}
 	__syncthreads();

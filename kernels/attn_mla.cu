@@ -31,18 +31,12 @@
 #include <errno.h>
 #include <math.h>
 
-#define NR_SCORE 4
-#define NR_VALUE 4
-#define NR_WARPS (NR_SCORE + NR_VALUE)
-#define NR_THREADS \
-	((NR_WARPS + 4) * 32) /* a warpgroup, for setmaxnreg; one warp of it works */
-#define BAR_ALL	  1	      /* scores and values */
-#define BAR_VALUE 2
-#define LATENT	  512
-#define ROPE	  64
-#define TOKENS	  KV_PAGE_TOKENS
-#define NR_KS	  ((LATENT + ROPE) / 16)
-#define SEG_RING  32
+#define BAR_ALL	 1 /* scores and values */
+#define LATENT	 512
+#define ROPE	 64
+#define TOKENS	 KV_PAGE_TOKENS
+#define NR_KS	 ((LATENT + ROPE) / 16)
+#define SEG_RING 16
 
 template <int NTL, bool FP8> struct mla_cfg {
 	static constexpr int ES = FP8 ? 1 : 2;
@@ -56,6 +50,18 @@ template <int NTL, bool FP8> struct mla_cfg {
 	static constexpr int ROWS = 8 * NTL;
 	static constexpr int CHAINS = NTL == 1 ? 4 : 2; /* independent sums of a score */
 	static constexpr int STAGES = FP8 ? 6 : 3;
+	static constexpr int PLANES = FP8 ? 1 : 2; /* BF16: P in two parts */
+	/* few rows: two teams of score warps take pieces in turn */
+	static constexpr int TEAMS = NTL == 1 ? 2 : 1;
+	static constexpr int NR_SCORE = 4 * TEAMS;
+	static constexpr int NR_VALUE = 4 * TEAMS;
+	static constexpr int NR_WARPS = NR_SCORE + NR_VALUE;
+	static constexpr int NR_THREADS =
+		(NR_WARPS + 4) * 32;	     /* + a warpgroup, one warp works */
+	static constexpr int MT = 8 / TEAMS; /* m-tiles (16 dims) of a value warp */
+	static constexpr int REGS_SCORE = TEAMS == 2 ? 136 : 232;
+	static constexpr int REGS_VALUE = TEAMS == 2 ? 88 : 232;
+	static constexpr int REGS_REST = TEAMS == 2 ? 24 : 40;
 };
 
 /* What the warps agree on for a segment. */
@@ -69,14 +75,19 @@ struct mla_seg {
 template <int NTL, bool FP8> struct mla_smem {
 	using C = mla_cfg<NTL, FP8>;
 	uint8_t ring[C::STAGES][C::STAGE];
-	uint16_t p[2][4][C::ROWS][16]; /* [buffer][16 tokens][query row][token] */
-	float e[2][4][C::ROWS];	       /* log2 of the unit of p */
-	float2 fin[2][4][C::ROWS];     /* m, l of a score warp at a segment's end */
-	struct mla_seg segs[SEG_RING]; /* written by the producer */
+	uint16_t p[C::PLANES][2][4][C::ROWS]
+		  [16];			     /* [buffer][16 tokens][query row][token] */
+	float e[2][4][C::ROWS];		     /* log2 of the unit of p */
+	float2 fin[2][C::NR_SCORE][C::ROWS]; /* m, l of a score warp, segment's end */
+	struct mla_seg segs[SEG_RING];	     /* written by the producer */
+	struct plan_pending pend[2];	     /* first, last segment */
 	uint64_t full[C::STAGES];
 	uint64_t empty[C::STAGES];
 	uint64_t p_full[2];
 	uint64_t p_empty[2];
+	uint64_t fin_full[2];
+	uint64_t fin_empty[2];
+	uint32_t issued; /* pieces whose copies were started */
 	uint32_t segs_in;
 	uint32_t segs_done;
 	uint32_t flag;
@@ -96,7 +107,8 @@ KVK_DEV struct mla_seg publish_seg(const struct attn_params &p,
 	g.ok = kv_verdict_ok(p.verdicts[g.s.req], step, g.s.nr_rows);
 	g.nr_pieces = g.ok ? g.s.nr_pages : 0;
 	if (i >= SEG_RING)
-		spin_until(&sm->segs_done, NR_WARPS * (i - SEG_RING + 1) - 1);
+		spin_until(&sm->segs_done,
+			   mla_cfg<NTL, FP8>::NR_WARPS * (i - SEG_RING + 1) - 1);
 	if ((threadIdx.x & 31) == 0) {
 		sm->segs[i % SEG_RING] = g;
 		sts_release(&sm->segs_in, i + 1);
@@ -112,7 +124,8 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 	const uint64_t policy = policy_evict_first();
 	const uint32_t bytes = C::SCALE_OFF + (FP8 && p.token_scales ? 256 : 0);
 	const int lane = threadIdx.x & 31;
-	uint32_t stage = 0, phase = 1;
+	const uint32_t flight = min(p.flight, (uint32_t)C::STAGES);
+	uint32_t stage = 0, phase = 1, issued = 0;
 
 	for (uint32_t i = 0; i < cta.count; i++) {
 		const struct plan_seg *ps =
@@ -132,11 +145,18 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 			for (uint32_t j = 0; j < n; j++) {
 				const uint8_t *at = p.base + __shfl_sync(~0u, off, j);
 
+				issued++;
 				if (lane == 0) {
+					uint32_t before = issued - 1 - flight;
+
+					if (issued > flight)
+						mbar_wait(&sm->full[before % C::STAGES],
+							  before / C::STAGES & 1);
 					mbar_wait(&sm->empty[stage], phase);
 					mbar_arrive_expect(&sm->full[stage], bytes);
 					bulk_load(sm->ring[stage], at, bytes,
 						  &sm->full[stage], policy);
+					sts_release(&sm->issued, issued);
 				}
 				if (++stage == C::STAGES) {
 					stage = 0;
@@ -168,6 +188,17 @@ KVK_DEV void lds_pair(uint32_t block, int c, bool odd, uint32_t *w)
 	w[5] = odd ? x.y : y.y;
 	w[6] = odd ? x.z : y.z;
 	w[7] = odd ? x.w : y.w;
+}
+
+/* One chunk. */
+KVK_DEV void lds_one(uint32_t at, uint32_t *w)
+{
+	uint4 x = lds128(at);
+
+	w[0] = x.x;
+	w[1] = x.y;
+	w[2] = x.z;
+	w[3] = x.w;
 }
 
 /* First dim of k-step @ks for lane c; four dims follow (pairs of b0, b1 / a0, a2). */
@@ -312,8 +343,8 @@ KVK_DEV void score_softmax(const struct attn_params &p, const struct plan_seg &s
 			   score_state<NTL> &st, uint32_t sc_addr, uint32_t buf,
 			   mla_smem<NTL, FP8> *sm)
 {
-	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4,
-		  w = threadIdx.x / 32;
+	using C = mla_cfg<NTL, FP8>;
+	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4, w = t0 / 16;
 	const bool tok = FP8 && p.token_scales;
 	float sl[2] = {1.f, 1.f}, sr[2] = {1.f, 1.f}, sv[2] = {1.f, 1.f};
 
@@ -370,21 +401,25 @@ KVK_DEV void score_softmax(const struct attn_params &p, const struct plan_seg &s
 			float v = tok && t0 + g + 8 * h >= valid ? 0.f : x[h] * sv[h];
 			uint32_t u = FP8 ? pack_f16(v, 0.f) : pack_bf16(v, 0.f);
 
-			sm->p[buf][w][8 * nt + 2 * c + j][g + 8 * h] = (uint16_t)u;
+			sm->p[0][buf][w][8 * nt + 2 * c + j][g + 8 * h] = (uint16_t)u;
+			if (!FP8)
+				sm->p[C::PLANES - 1][buf][w][8 * nt + 2 * c + j]
+				     [g + 8 * h] =
+					(uint16_t)pack_bf16(v - unpack_bf16(u).x, 0.f);
 		}
 		if (g == 0)
 			sm->e[buf][w][8 * nt + 2 * c + j] = m + (tok ? st.unit : 0.f);
 	}
 }
 
-/* A score warp: 16 tokens of every piece. */
+/* A score warp: 16 tokens of its team's pieces. */
 template <int NTL, bool FP8>
 KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 			mla_smem<NTL, FP8> *sm)
 {
 	using C = mla_cfg<NTL, FP8>;
-	const int lane = threadIdx.x & 31, w = threadIdx.x / 32;
-	uint32_t qf[NR_KS][NTL][2], stage = 0, phase = 0, seq = 0;
+	const int lane = threadIdx.x & 31, w = threadIdx.x / 32, t0 = 16 * (w % 4);
+	uint32_t qf[NR_KS][NTL][2], base = 0;
 	struct mla_seg g;
 
 	for (uint32_t i = 0; i < count; i++) {
@@ -402,19 +437,22 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 		}
 		st.unit = -126.f;
 		convert_q<NTL, FP8>(qf);
-		for (uint32_t n = 0; n < g.nr_pieces; n++, seq++) {
+		for (uint32_t n = (w / 4 - base) % C::TEAMS; n < g.nr_pieces;
+		     n += C::TEAMS) {
+			uint32_t seq = base + n, stage = seq % C::STAGES, buf = seq & 1;
 			int32_t valid = (int32_t)(g.s.len - (g.s.page0 + n) * TOKENS);
-			uint32_t at = smem_addr(sm->ring[stage]), buf = seq & 1;
+			uint32_t at = smem_addr(sm->ring[stage]);
 
-			mbar_wait(&sm->full[stage], phase);
+			spin_until(&sm->issued, seq);
+			mbar_wait(&sm->full[stage], seq / C::STAGES & 1);
 			if (p.flags & KVK_ATTN_LOADS) {
 				mbar_wait(&sm->p_empty[buf], (seq >> 1 & 1) ^ 1);
 			} else {
 				float l[NTL][4], r[NTL][4];
 
-				score_tile<NTL, FP8>(at, 16 * w, qf, l, r);
+				score_tile<NTL, FP8>(at, t0, qf, l, r);
 				mbar_wait(&sm->p_empty[buf], (seq >> 1 & 1) ^ 1);
-				score_softmax<NTL, FP8>(p, g.s, 16 * w, valid, l, r, st,
+				score_softmax<NTL, FP8>(p, g.s, t0, valid, l, r, st,
 							at + C::SCALE_OFF, buf, sm);
 			}
 			__syncwarp();
@@ -422,15 +460,13 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 				mbar_arrive(&sm->p_full[buf]);
 				mbar_arrive(&sm->empty[stage]);
 			}
-			if (++stage == C::STAGES) {
-				stage = 0;
-				phase ^= 1;
-			}
 		}
+		base += g.nr_pieces;
 		if (i + 1 < count) { /* on its way while this one is finished */
 			spin_until(&sm->segs_in, i + 1);
 			load_q<NTL, FP8>(p, sm->segs[(i + 1) % SEG_RING].s, qf);
 		}
+		mbar_wait(&sm->fin_empty[i & 1], (i >> 1 & 1) ^ 1);
 #pragma unroll
 		for (int k = 0; k < 2 * NTL; k++) {
 			float l = st.l[k];
@@ -442,42 +478,49 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 				sm->fin[i & 1][w][8 * (k / 2) + 2 * lane + k % 2] =
 					make_float2(st.m[k], l);
 		}
-		bar_sync(BAR_ALL, NR_WARPS * 32);
 		g = sm->segs[(i + 1) % SEG_RING];
 		__syncwarp();
-		if (lane == 0)
+		if (lane == 0) {
+			mbar_arrive(&sm->fin_full[i & 1]);
 			atoms_add_release(&sm->segs_done, 1);
+		}
 	}
 }
 
-/* ------------------------------------------------------------------------------- values
+/* ------------------------------------------------------------------------------ values
  */
 
-/* O^T of 128 dims: [m-tile][n-tile] fragments; m[nt]: unit of query row 8 nt + g. */
+/* O^T of a warp's dims: [m-tile][n-tile] fragments; m[nt]: unit of query row 8 nt + g. */
 template <int NTL> struct value_state {
-	float o[8][NTL][4];
+	float o[NTL == 1 ? 4 : 8][NTL][4];
 	float m[NTL];
 };
 
 /* Dim of row g (@hi 0) or g + 8 (@hi 1) of m-tile @mt, for value warp @w. */
-template <bool FP8> KVK_DEV uint32_t out_dim(int w, int mt, int hi)
+template <int NTL, bool FP8> KVK_DEV uint32_t out_dim(int w, int mt, int hi)
 {
+	using C = mla_cfg<NTL, FP8>;
 	const int g = (threadIdx.x & 31) / 4;
 
+	if (FP8 && C::TEAMS == 2)
+		return w / 2 * 128 + (2 * (g >> 1) + w % 2) * 16 + 4 * mt + 2 * (g & 1) +
+		       hi;
 	if (FP8)
 		return w * 128 + (2 * (g >> 1) + mt / 4) * 16 + 4 * (mt % 4) +
 		       2 * (g & 1) + hi;
-	return w * 128 + (mt / 4) * 64 + (2 * (g >> 1) + hi) * 8 + 2 * (mt % 4) + (g & 1);
+	return w * 16 * C::MT + (mt / 4) * 64 + (2 * (g >> 1) + hi) * 8 + 2 * (mt % 4) +
+	       (g & 1);
 }
 
-/* Rows of V past the end become zero in this warp's columns. */
+/* Rows of V past the end become zero in the columns that this warp reads. */
 template <int NTL, bool FP8> KVK_DEV void zero_tail(uint8_t *stage, int w, uint32_t valid)
 {
 	using C = mla_cfg<NTL, FP8>;
-	constexpr int PER = 8 * C::ES; /* 16-byte chunks of 128 dims */
+	constexpr int BYTES = FP8 ? 128 : 32 * C::MT, PER = BYTES / 16;
+	const int first = (FP8 ? w / C::TEAMS : w) * BYTES;
 
 	for (uint32_t i = valid * PER + (threadIdx.x & 31); i < TOKENS * PER; i += 32)
-		*(uint4 *)(stage + i / PER * C::RB + w * 128 * C::ES + i % PER * 16) =
+		*(uint4 *)(stage + i / PER * C::RB + first + i % PER * 16) =
 			make_uint4(0, 0, 0, 0);
 	fence_proxy_async();
 	__syncwarp();
@@ -486,8 +529,9 @@ template <int NTL, bool FP8> KVK_DEV void zero_tail(uint8_t *stage, int w, uint3
 /* P of the piece as N operands b[16 tokens][nt], in units of st.m after the call. */
 template <int NTL, bool FP8>
 KVK_DEV void value_probs(const mla_smem<NTL, FP8> *sm, uint32_t buf, value_state<NTL> &st,
-			 uint32_t (*b)[NTL][2])
+			 uint32_t (*b)[4][NTL][2])
 {
+	using C = mla_cfg<NTL, FP8>;
 	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
 
 #pragma unroll
@@ -506,7 +550,7 @@ KVK_DEV void value_probs(const mla_smem<NTL, FP8> *sm, uint32_t buf, value_state
 			float c1 = __shfl_sync(~0u, corr, 8 * c + 4);
 
 #pragma unroll
-			for (int mt = 0; mt < 8; mt++) {
+			for (int mt = 0; mt < C::MT; mt++) {
 				st.o[mt][nt][0] *= c0;
 				st.o[mt][nt][1] *= c1;
 				st.o[mt][nt][2] *= c0;
@@ -516,12 +560,14 @@ KVK_DEV void value_probs(const mla_smem<NTL, FP8> *sm, uint32_t buf, value_state
 		}
 #pragma unroll
 		for (int t = 0; t < 4; t++) {
-			const uint32_t *src = (const uint32_t *)sm->p[buf][t][8 * nt + g];
 			float f = exp2_fast(e[t] - mu);
 
 #pragma unroll
-			for (int k = 0; k < 2; k++) {
-				uint32_t v = src[c + 4 * k];
+			for (int k = 0; k < 2 * C::PLANES; k++) {
+				const uint32_t *src =
+					(const uint32_t *)
+						sm->p[k / 2][buf][t][8 * nt + g];
+				uint32_t v = src[c + 4 * (k % 2)];
 
 				if (FP8) {
 					__half2 h;
@@ -536,34 +582,51 @@ KVK_DEV void value_probs(const mla_smem<NTL, FP8> *sm, uint32_t buf, value_state
 					h = __hmul2(h, __float2bfloat162_rn(f));
 					memcpy(&v, &h, 4);
 				}
-				b[t][nt][k] = v;
+				b[k / 2][t][nt][k % 2] = v;
 			}
 		}
 	}
 }
 
-/* O^T += V^T P^T for this warp's 128 dims. */
+/* O^T += V^T P^T for m-tile @mt: operands a[] are 16 dims x 16 tokens. */
 template <int NTL, bool FP8>
-KVK_DEV void value_tile(uint32_t stage, int w, const uint32_t (*b)[NTL][2],
+KVK_DEV void value_step(const uint32_t *a, const uint32_t (*b)[4][NTL][2], int t,
+			float (*o)[4])
+{
+#pragma unroll
+	for (int nt = 0; nt < NTL; nt++)
+#pragma unroll
+		for (int k = 0; k < mla_cfg<NTL, FP8>::PLANES; k++)
+			mma_16816<!FP8>(o[nt], a, b[k][t][nt][0], b[k][t][nt][1]);
+}
+
+/* O^T += V^T P^T for this warp's dims. */
+template <int NTL, bool FP8>
+KVK_DEV void value_tile(uint32_t stage, int w, const uint32_t (*b)[4][NTL][2],
 			value_state<NTL> &st)
 {
 	using C = mla_cfg<NTL, FP8>;
+	constexpr bool HALF = FP8 && C::TEAMS == 2; /* one chunk per lane and row */
+	constexpr int BLOCKS = FP8 ? 1 : 2 / C::TEAMS;
 	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
-	const uint32_t row = stage + g * C::RB + w * 128 * C::ES;
+	const uint32_t row = stage + g * C::RB + (FP8 ? w / C::TEAMS : w * BLOCKS) * 128;
 
 #pragma unroll
 	for (int t = 0; t < 4; t++) {
 #pragma unroll
-		for (int k = 0; k < C::ES; k++) {
+		for (int k = 0; k < BLOCKS; k++) {
 			const uint32_t at = row + 16 * t * C::RB + k * 128;
-			uint32_t w0[8], w1[8];
+			uint32_t w0[8], w1[8], a[4];
 
-			lds_pair(at, c, g & 1, w0);
-			lds_pair(at + 8 * C::RB, c, g & 1, w1);
+			if (HALF) {
+				lds_one(at + (2 * c + w % 2) * 16, w0);
+				lds_one(at + 8 * C::RB + (2 * c + w % 2) * 16, w1);
+			} else {
+				lds_pair(at, c, g & 1, w0);
+				lds_pair(at + 8 * C::RB, c, g & 1, w1);
+			}
 #pragma unroll
-			for (int i = 0; i < (FP8 ? 8 : 4); i++) {
-				uint32_t a[4];
-
+			for (int i = 0; i < (FP8 && !HALF ? 8 : 4); i++) {
 				if (FP8) {
 					uint32_t r0 = movmatrix_trans(w0[i]);
 					uint32_t r1 = movmatrix_trans(w1[i]);
@@ -578,10 +641,7 @@ KVK_DEV void value_tile(uint32_t stage, int w, const uint32_t (*b)[NTL][2],
 					a[2] = movmatrix_trans(w1[i]);
 					a[3] = movmatrix_trans(w1[(4 + i) & 7]);
 				}
-#pragma unroll
-				for (int nt = 0; nt < NTL; nt++)
-					mma_16816<!FP8>(st.o[4 * k + i][nt], a,
-							b[t][nt][0], b[t][nt][1]);
+				value_step<NTL, FP8>(a, b, t, st.o[4 * k + i]);
 			}
 		}
 	}
@@ -600,8 +660,9 @@ KVK_DEV void value_write(const struct attn_params &p, const struct plan_seg &s, 
 			 const float2 (*fin)[8 * NTL], value_state<NTL> &st,
 			 uint32_t rows)
 {
+	using C = mla_cfg<NTL, FP8>;
 	const int lane = threadIdx.x & 31, c = lane % 4;
-	float *slot = s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(s, s.part), 0) : NULL;
+	float *slot = s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(s, s.part)) : NULL;
 	const float sv = FP8 && p.scales ? p.scales[0] : 1.f;
 
 #pragma unroll
@@ -611,10 +672,10 @@ KVK_DEV void value_write(const struct attn_params &p, const struct plan_seg &s, 
 		float m = -INFINITY, l = 0.f, f, mu;
 		size_t off;
 
-		for (int t = 0; t < 4; t++)
+		for (int t = 0; t < C::NR_SCORE; t++)
 			m = fmaxf(m, fin[t][row].x);
 		mu = m == -INFINITY ? 0.f : m;
-		for (int t = 0; t < 4; t++)
+		for (int t = 0; t < C::NR_SCORE; t++)
 			l += fin[t][row].y * exp2_fast(fin[t][row].x - mu);
 		f = sv * exp2_fast(unit - mu);
 		if (!slot)
@@ -626,10 +687,11 @@ KVK_DEV void value_write(const struct attn_params &p, const struct plan_seg &s, 
 		off = slot ? slot_o_off(rows) + (size_t)row * LATENT
 			   : mla_row_elem(p, s, 8 * NTL, row);
 #pragma unroll
-		for (int mt = 0; mt < 8; mt++) {
+		for (int mt = 0; mt < C::MT; mt++) {
 			float x = st.o[mt][k / 2][k % 2] * f,
 			      y = st.o[mt][k / 2][2 + k % 2] * f;
-			uint32_t d0 = out_dim<FP8>(w, mt, 0), d1 = out_dim<FP8>(w, mt, 1);
+			uint32_t d0 = out_dim<NTL, FP8>(w, mt, 0),
+				 d1 = out_dim<NTL, FP8>(w, mt, 1);
 
 			if (slot && FP8) {
 				*(float2 *)(slot + off + d0) = make_float2(x, y);
@@ -646,15 +708,14 @@ KVK_DEV void value_write(const struct attn_params &p, const struct plan_seg &s, 
 	}
 }
 
-/* A value warp: 128 latent dims of every piece, and the segment's end. */
+/* A value warp: its latent dims of every piece, and the segment's end. */
 template <int NTL, bool FP8>
 KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
 			mla_smem<NTL, FP8> *sm)
 {
 	using C = mla_cfg<NTL, FP8>;
-	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 - NR_SCORE;
-	const int tid = threadIdx.x - NR_SCORE * 32;
-	uint32_t stage = 0, phase = 0, seq = 0;
+	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 - C::NR_SCORE;
+	uint32_t seq = 0;
 
 	for (uint32_t i = 0; i < count; i++) {
 		value_state<NTL> st = {};
@@ -672,12 +733,12 @@ KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
 			st.m[nt] = -INFINITY;
 		for (uint32_t n = 0; n < g.nr_pieces; n++, seq++) {
 			int32_t valid = (int32_t)(g.s.len - (g.s.page0 + n) * TOKENS);
-			uint32_t buf = seq & 1;
+			uint32_t stage = seq % C::STAGES, buf = seq & 1;
 
-			mbar_wait(&sm->full[stage], phase);
 			mbar_wait(&sm->p_full[buf], seq >> 1 & 1);
+			mbar_wait(&sm->full[stage], seq / C::STAGES & 1);
 			if (!(p.flags & KVK_ATTN_LOADS)) {
-				uint32_t b[4][NTL][2];
+				uint32_t b[C::PLANES][4][NTL][2];
 
 				if (valid < (int32_t)TOKENS)
 					zero_tail<NTL, FP8>(sm->ring[stage], w, valid);
@@ -690,31 +751,47 @@ KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
 				mbar_arrive(&sm->p_empty[buf]);
 				mbar_arrive(&sm->empty[stage]);
 			}
-			if (++stage == C::STAGES) {
-				stage = 0;
-				phase ^= 1;
-			}
 		}
-		bar_sync(BAR_ALL, NR_WARPS * 32);
-		if (!g.ok) {
-			if (g.s.part == 0)
-				for (uint32_t e = tid; e < rows * (LATENT / 2); e += 128)
-					out_store2(p,
-						   mla_row_elem(p, g.s, 8 * NTL, 0) +
-							   2 * e,
-						   NAN, NAN);
-			continue;
-		}
-		value_write<NTL, FP8>(p, g.s, w, sm->fin[i & 1], st, rows);
-		if (g.s.nr_parts > 1)
-			plan_finish<LATENT, mla_row_elem>(p, g.s, 8 * NTL, rows,
-							  &sm->flag, tid, BAR_VALUE,
-							  NR_VALUE * 32);
+		mbar_wait(&sm->fin_full[i & 1], i >> 1 & 1);
+		if (g.ok)
+			value_write<NTL, FP8>(p, g.s, w, sm->fin[i & 1], st, rows);
+		else if (g.s.part == 0)
+			for (uint32_t e = w * 32 + lane; e < rows * (LATENT / 2);
+			     e += C::NR_VALUE * 32)
+				out_store2(p, mla_row_elem(p, g.s, 8 * NTL, 0) + 2 * e,
+					   NAN, NAN);
+		__syncwarp();
+		if (lane == 0)
+			mbar_arrive(&sm->fin_empty[i & 1]);
+		if (g.ok && g.s.nr_parts > 1)
+			plan_arrive(p, g.s, g.s.nr_parts * C::NR_VALUE,
+				    &sm->pend[g.s.part == 0]);
+	}
+}
+
+/* The CTA's end: its split units, by all consumers. The ring is empty and serves as
+ * scratch. */
+template <int NTL, bool FP8>
+KVK_DEV void finish_cta(const struct attn_params &p, mla_smem<NTL, FP8> *sm)
+{
+	using C = mla_cfg<NTL, FP8>;
+
+	bar_sync(BAR_ALL, C::NR_WARPS * 32);
+	for (int i = 0; i < 2; i++) {
+		const struct plan_pending *pend = &sm->pend[i];
+		uint32_t rows = pend->s.q_len * p.nr_q_heads - pend->s.hblk * 8 * NTL;
+
+		if (pend->epoch)
+			plan_finish<LATENT, mla_row_elem>(
+				p, pend, 8 * NTL, min(8u * NTL, rows),
+				pend->s.nr_parts * C::NR_VALUE,
+				(struct plan_part *)sm->ring, &sm->flag, threadIdx.x,
+				BAR_ALL, C::NR_WARPS * 32);
 	}
 }
 
 template <int NTL, bool FP8>
-__global__ void __launch_bounds__(NR_THREADS, 1)
+__global__ void __launch_bounds__(mla_cfg<NTL, FP8>::NR_THREADS, 1)
 	attn_mla_kernel(const __grid_constant__ struct attn_params p)
 {
 	using C = mla_cfg<NTL, FP8>;
@@ -725,32 +802,40 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 	if (threadIdx.x == 0) {
 		for (int i = 0; i < C::STAGES; i++) {
 			mbar_init(&sm->full[i], 1);
-			mbar_init(&sm->empty[i], NR_WARPS);
+			mbar_init(&sm->empty[i], 4 + C::NR_VALUE);
 		}
 		for (int i = 0; i < 2; i++) {
-			mbar_init(&sm->p_full[i], NR_SCORE);
-			mbar_init(&sm->p_empty[i], NR_VALUE);
+			mbar_init(&sm->p_full[i], 4);
+			mbar_init(&sm->p_empty[i], C::NR_VALUE);
+			mbar_init(&sm->fin_full[i], C::NR_SCORE);
+			mbar_init(&sm->fin_empty[i], C::NR_VALUE);
+			sm->pend[i].epoch = sm->pend[i].last = 0;
 		}
-		sm->segs_in = sm->segs_done = 0;
+		sm->issued = sm->segs_in = sm->segs_done = 0;
 		mbar_init_fence();
 	}
 	__syncthreads();
 	grid_launch_next();
 	grid_wait();
-	if (warp >= NR_WARPS) {
-		regs_dec<40>();
-		if (warp == NR_WARPS)
+	if (warp >= C::NR_WARPS) {
+		regs_dec<C::REGS_REST>();
+		if (warp == C::NR_WARPS)
 			produce<NTL, FP8>(p, p.mem.ctas[blockIdx.x], *p.step, sm);
+	} else if (warp < C::NR_SCORE) {
+		regs_inc<C::REGS_SCORE>();
+		score_warp<NTL, FP8>(p, p.mem.ctas[blockIdx.x].count, sm);
+		finish_cta<NTL, FP8>(p, sm);
 	} else {
-		regs_inc<232>();
-		if (warp < NR_SCORE)
-			score_warp<NTL, FP8>(p, p.mem.ctas[blockIdx.x].count, sm);
+		if constexpr (C::TEAMS == 1)
+			regs_inc<C::REGS_VALUE>();
 		else
-			value_warp<NTL, FP8>(p, p.mem.ctas[blockIdx.x].count, sm);
+			regs_dec<C::REGS_VALUE>();
+		value_warp<NTL, FP8>(p, p.mem.ctas[blockIdx.x].count, sm);
+		finish_cta<NTL, FP8>(p, sm);
 	}
 }
 
-/* ----------------------------------------------------------------------------- launcher
+/* ------------------------------------------------------------------------------ launcher
  */
 
 template <int NTL, bool FP8>
@@ -768,7 +853,7 @@ static int launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t st
 	attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
 	attr.val.programmaticStreamSerializationAllowed = 1;
 	cfg.gridDim = dim3(nr_ctas);
-	cfg.blockDim = dim3(NR_THREADS);
+	cfg.blockDim = dim3(mla_cfg<NTL, FP8>::NR_THREADS);
 	cfg.dynamicSmemBytes = smem;
 	cfg.stream = stream;
 	cfg.attrs = &attr;

@@ -156,22 +156,45 @@ KVK_DEV void write_segments(const struct plan_args &a, uint32_t cta, uint32_t nr
 	}
 }
 
+/*
+ * CTAs to use. With equal requests a few CTAs less may make run borders fall on unit
+ * borders: fewer splits are worth more than three SMs in a hundred, which memory does not
+ * miss.
+ */
+KVK_DEV uint32_t choose_ctas(const struct plan_args &a, uint32_t units, uint32_t total,
+			     bool uniform)
+{
+	uint32_t n = a.shape.nr_ctas;
+
+	for (uint32_t c = n; uniform && c > n - n / 8; c--)
+		if (units % c == 0 || c % units == 0)
+			return min(c, total);
+	return min(n, total);
+}
+
 __global__ void __launch_bounds__(PLAN_THREADS)
 	attn_plan_kernel(const __grid_constant__ struct plan_args a)
 {
-	uint32_t active = 0, sum = 0, total, hbs, nr_ctas;
+	uint32_t active = 0, sum = 0, total, units, hbs, nr_ctas;
+	bool same = true;
 	uint32_t per = (a.nr_requests + PLAN_THREADS - 1) / PLAN_THREADS;
 	uint32_t r_lo = min(threadIdx.x * per, a.nr_requests);
 	uint32_t r_hi = min(r_lo + per, a.nr_requests);
 
 	grid_launch_next();
 	grid_wait();
-	for (uint32_t i = threadIdx.x; i < 4 * PLAN_CTAS_MAX; i += PLAN_THREADS)
+	for (uint32_t i = threadIdx.x; i < PLAN_SLOTS * (1 + PLAN_SLICES);
+	     i += PLAN_THREADS)
 		a.mem.counters[i] = 0;
-	for (uint32_t r = r_lo; r < r_hi; r++)
+	for (uint32_t r = r_lo; r < r_hi; r++) {
 		active += a.q_start[r + 1] != a.q_start[r];
+		same &= tiles_of(a.lengths[r]) == tiles_of(a.lengths[0]) &&
+			a.q_start[r + 1] - a.q_start[r] == a.q_start[1] - a.q_start[0];
+	}
+	same = __syncthreads_and(same);
 	scan_exclusive(active, &total);
 	hbs = choose_hbs(a, total);
+	units = total * blocks_of(a, a.q_start[1] - a.q_start[0], hbs);
 	for (uint32_t r = r_lo; r < r_hi; r++)
 		sum += tiles_of(a.lengths[r]) *
 		       blocks_of(a, a.q_start[r + 1] - a.q_start[r], hbs);
@@ -184,7 +207,7 @@ __global__ void __launch_bounds__(PLAN_THREADS)
 	if (threadIdx.x == 0)
 		a.mem.prefix[a.nr_requests] = total;
 	__syncthreads();
-	nr_ctas = min(a.shape.nr_ctas, total);
+	nr_ctas = choose_ctas(a, units, total, same && units);
 	for (uint32_t c = threadIdx.x / 32; c < a.shape.nr_ctas; c += PLAN_THREADS / 32) {
 		if (c < nr_ctas)
 			write_segments(a, c, nr_ctas, total, hbs);
@@ -212,10 +235,10 @@ size_t plan_workspace(const struct kvk_attn_args *a, const struct plan_shape *s,
 	uint32_t rows = s->hbs_max * s->unit_rows;
 	uint32_t slot = ((2 * rows + 3) & ~3u) + rows * s->row_dim;
 	size_t ctas = take(&at, PLAN_CTAS_MAX * sizeof(struct plan_cta));
-	size_t counters = take(&at, 4 * PLAN_CTAS_MAX * sizeof(uint32_t));
+	size_t counters = take(&at, PLAN_SLOTS * (1 + PLAN_SLICES) * sizeof(uint32_t));
 	size_t prefix = take(&at, ((size_t)a->batch.nr_requests + 1) * sizeof(uint32_t));
 	size_t segs = take(&at, units * sizeof(struct plan_seg));
-	size_t slots = take(&at, (size_t)4 * PLAN_CTAS_MAX * slot * sizeof(float));
+	size_t slots = take(&at, (size_t)PLAN_SLOTS * slot * sizeof(float));
 
 	if (ret_mem) {
 		uint8_t *w = (uint8_t *)a->workspace;
@@ -285,6 +308,7 @@ int plan_params(const struct kvk_attn_args *a, struct attn_params *ret_p)
 	p.nr_kv_heads = l->nr_kv_heads;
 	p.q_len_max = a->batch.q_len_max;
 	p.flags = a->flags;
+	p.flight = a->flags >> 16 & 15 ? a->flags >> 16 & 15 : 15;
 	p.act_f32 = a->act_dtype == KVK_F32;
 	p.token_scales = l->scale_kind == KV_SCALE_TOKEN;
 	if (l->scale_kind == KV_SCALE_STATIC)

@@ -7,12 +7,16 @@
  * MLA: a block of query rows). A *tile* is one page of a unit. Tiles of all units lie in
  * one flat order and each CTA gets an equal run of them; the part of a run that lies in
  * one unit is a *segment*. A unit cut by run borders has parts; each part leaves (m, l,
- * O) in a slot, and the CTA that arrives last merges them in part order, so reruns are
- * bit-equal. Units with more than PLAN_GROUP parts merge in two levels, lest one CTA read
- * a hundred slots.
+ * O) in a slot and counts itself in. At the end of a CTA its units are merged: the output
+ * is cut into slices, part i owns slice i, waits until all parts are in and merges its
+ * slice in part order, so reruns are bit-equal and no CTA reads all the slots. Waiting
+ * has a bound: the CTA that arrived last does what others gave up, so no CTA depends on
+ * another one being scheduled.
+ *
+ * Counters only grow (within a step; the schedule's kernel zeroes them): arrivals of the
+ * n-th launch go from (n - 1) * total to n * total, and n, the epoch, marks slices taken.
  *
  * Slots: CTA c's first segment (part > 0) uses slot 2c, its last (part 0) slot 2c + 1.
- * Group results lie in a second array with the slot number of the group's first part.
  */
 #ifndef KVK_ATTN_PLAN_CUH
 #define KVK_ATTN_PLAN_CUH
@@ -21,8 +25,10 @@
 #include "kernels/attn_cuda.h"
 
 #define PLAN_CTAS_MAX 160u
-#define PLAN_GROUP    20u
-#define PLAN_BATCH    10 /* slots read at once by a merging thread */
+#define PLAN_SLOTS    (2 * PLAN_CTAS_MAX)
+#define PLAN_SLICES   32u
+#define PLAN_BATCH    10    /* slots read at once by a merging thread */
+#define PLAN_PATIENCE 30000 /* clocks that a CTA waits for a unit's other parts */
 
 /* One CTA's share of one unit. */
 struct plan_seg {
@@ -52,9 +58,9 @@ struct plan_cta {
 struct plan_mem {
 	struct plan_cta *ctas; /* [PLAN_CTAS_MAX] */
 	struct plan_seg *segs; /* [units + PLAN_CTAS_MAX] */
-	uint32_t *counters;    /* [4 * PLAN_CTAS_MAX]: groups, then units */
+	uint32_t *counters;    /* [PLAN_SLOTS] arrivals, then [PLAN_SLOTS][PLAN_SLICES] */
 	uint32_t *prefix;      /* [nr_requests + 1] */
-	float *slots;	       /* [4 * PLAN_CTAS_MAX][slot_floats] */
+	float *slots;	       /* [PLAN_SLOTS][slot_floats] */
 	uint32_t slot_floats;
 };
 
@@ -77,6 +83,7 @@ struct attn_params {
 	uint32_t group; /* GQA: query heads per kv head */
 	uint32_t q_len_max;
 	uint32_t flags;
+	uint32_t flight; /* most pieces on their way to an SM */
 	bool act_f32;
 	bool token_scales;
 	struct plan_mem mem;
@@ -101,9 +108,9 @@ KVK_DEV uint32_t plan_slot(const struct plan_seg &s, uint32_t part)
 	return 2 * (s.first_cta + part) + (part == 0);
 }
 
-KVK_DEV float *slot_ptr(const struct plan_mem &m, uint32_t slot, uint32_t level)
+KVK_DEV float *slot_ptr(const struct plan_mem &m, uint32_t slot)
 {
-	return m.slots + (size_t)(slot + level * 2 * PLAN_CTAS_MAX) * m.slot_floats;
+	return m.slots + (size_t)slot * m.slot_floats;
 }
 
 /* One value of a query row or an output row. */
@@ -159,129 +166,189 @@ KVK_DEV uint32_t slot_o_off(uint32_t rows)
 typedef size_t (*plan_row_off)(const struct attn_params &p, const struct plan_seg &s,
 			       uint32_t hbs, uint32_t row);
 
-/*
- * Merge @count parts (slots first, first + step parts on) of a unit into the output, or
- * into a group slot. Called by @nr_threads threads; each owns float4s of the rows.
- */
-template <int D, plan_row_off ROW>
-KVK_DEV void plan_merge(const struct attn_params &p, const struct plan_seg &s,
-			uint32_t hbs, uint32_t rows, uint32_t part, uint32_t count,
-			uint32_t part_step, uint32_t level, float *dst, int tid,
-			int nr_threads)
+/* A split unit of this CTA that waits for its other parts; in shared memory. */
+struct plan_pending {
+	struct plan_seg s;
+	uint32_t epoch; /* 0: none */
+	uint32_t last;	/* this CTA arrived last */
+};
+
+/* What a merging thread holds of an output float4. */
+struct plan_part {
+	float4 o;
+	float m;
+	float l;
+};
+
+KVK_DEV void part_add(struct plan_part &a, float4 o, float m, float l)
 {
-	const uint32_t o_off = slot_o_off(rows);
+	float mn = fmaxf(a.m, m), mu = mn == -INFINITY ? 0.f : mn;
+	float ca = exp2_fast(a.m - mu), cb = exp2_fast(m - mu);
 
-	for (uint32_t e = tid; e < rows * (D / 4); e += nr_threads) {
-		uint32_t row = e / (D / 4);
-		float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-		float m = -INFINITY, l = 0.f;
-
-		for (uint32_t i0 = 0; i0 < count; i0 += PLAN_BATCH) {
-			float2 ml[PLAN_BATCH];
-			float4 o[PLAN_BATCH];
-			float mn = m, mu, c;
-
-#pragma unroll
-			for (int j = 0; j < PLAN_BATCH; j++) {
-				const float *sl = slot_ptr(
-					p.mem, plan_slot(s, part + (i0 + j) * part_step),
-					level);
-
-				ml[j] = make_float2(-INFINITY, 0.f);
-				o[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-				if (i0 + j < count) {
-					ml[j] = __ldcg((const float2 *)sl + row);
-					o[j] = __ldcg((const float4 *)(sl + o_off) + e);
-				}
-			}
-#pragma unroll
-			for (int j = 0; j < PLAN_BATCH; j++)
-				mn = fmaxf(mn, ml[j].x);
-			mu = mn == -INFINITY ? 0.f : mn;
-			c = exp2_fast(m - mu);
-			acc.x *= c;
-			acc.y *= c;
-			acc.z *= c;
-			acc.w *= c;
-			l *= c;
-#pragma unroll
-			for (int j = 0; j < PLAN_BATCH; j++) {
-				c = exp2_fast(ml[j].x - mu);
-				acc.x += o[j].x * c;
-				acc.y += o[j].y * c;
-				acc.z += o[j].z * c;
-				acc.w += o[j].w * c;
-				l += ml[j].y * c;
-			}
-			m = mn;
-		}
-		if (dst) {
-			*((float4 *)(dst + o_off) + e) = acc;
-			if (e % (D / 4) == 0)
-				((float2 *)dst)[row] = make_float2(m, l);
-		} else {
-			float inv = l > 0.f ? 1.f / l : 0.f;
-
-			acc.x *= inv;
-			acc.y *= inv;
-			acc.z *= inv;
-			acc.w *= inv;
-			out_store4(p, ROW(p, s, hbs, row) + 4 * (e % (D / 4)), acc);
-		}
-	}
+	a.o.x = a.o.x * ca + o.x * cb;
+	a.o.y = a.o.y * ca + o.y * cb;
+	a.o.z = a.o.z * ca + o.z * cb;
+	a.o.w = a.o.w * ca + o.w * cb;
+	a.l = a.l * ca + l * cb;
+	a.m = mn;
 }
 
-/* Arrive at a counter; true for the last of @count. The counter is then 0 again. */
-KVK_DEV bool plan_arrive(uint32_t *counter, uint32_t count, uint32_t *flag, int tid,
-			 int bar, int nr_threads)
+/*
+ * Count in a part whose slot this warp has written; @total arrivals make the unit. All
+ * lanes call it.
+ */
+KVK_DEV void plan_arrive(const struct attn_params &p, const struct plan_seg &s,
+			 uint32_t total, struct plan_pending *pend)
 {
-	bool last;
-
-	bar_sync(bar, nr_threads);
-	if (tid == 0) {
+	__syncwarp();
+	if ((threadIdx.x & 31) == 0) {
 		uint32_t old;
 
 		__threadfence();
-		old = atomicAdd(counter, 1);
-		__threadfence();
-		if (old == count - 1)
-			*counter = 0;
-		*flag = old == count - 1;
+		old = atomicAdd(p.mem.counters + plan_slot(s, 0), 1);
+		pend->s = s;
+		pend->epoch = old / total + 1;
+		if (old % total == total - 1)
+			pend->last = 1;
+	}
+	__syncwarp();
+}
+
+/* Thread 0 waits for the unit's parts; every thread gets whether they are there. */
+KVK_DEV bool plan_all_in(const struct attn_params &p, const struct plan_pending *pend,
+			 uint32_t total, uint32_t *flag, int tid, int bar, int nr_threads)
+{
+	uint32_t *counter = p.mem.counters + plan_slot(pend->s, 0), now;
+
+	bar_sync(bar, nr_threads); /* *flag was read */
+	if (tid == 0) {
+		long long start = clock64();
+
+		do {
+			asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+				     : "=r"(now)
+				     : "l"(counter)
+				     : "memory");
+		} while (now < pend->epoch * total && clock64() - start < PLAN_PATIENCE);
+		*flag = now >= pend->epoch * total;
 	}
 	bar_sync(bar, nr_threads);
-	last = *(volatile uint32_t *)flag;
-	return last;
+	return *(volatile uint32_t *)flag;
+}
+
+/* Parts first, first + step, ... of float4 @e of a unit. */
+KVK_DEV struct plan_part plan_read(const struct attn_params &p, const struct plan_seg &s,
+				   uint32_t o_off, uint32_t row, uint32_t e,
+				   uint32_t first, uint32_t step)
+{
+	struct plan_part r = {make_float4(0.f, 0.f, 0.f, 0.f), -INFINITY, 0.f};
+
+	for (uint32_t i0 = first; i0 < s.nr_parts; i0 += PLAN_BATCH * step) {
+		float2 ml[PLAN_BATCH];
+		float4 o[PLAN_BATCH];
+
+#pragma unroll
+		for (int j = 0; j < PLAN_BATCH; j++) {
+			const float *sl = slot_ptr(p.mem, plan_slot(s, i0 + j * step));
+
+			ml[j] = make_float2(-INFINITY, 0.f);
+			o[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+			if (i0 + j * step < s.nr_parts) {
+				ml[j] = __ldcg((const float2 *)sl + row);
+				o[j] = __ldcg((const float4 *)(sl + o_off) + e);
+			}
+		}
+#pragma unroll
+		for (int j = 0; j < PLAN_BATCH; j++)
+			part_add(r, o[j], ml[j].x, ml[j].y);
+	}
+	return r;
 }
 
 /*
- * After the part's slot was written by these threads: count it in, and merge if it was
- * the last. @flag: a word of shared memory.
+ * Merge slice @slice of @nr_slices. Teams of @ways warps share a group of 32 float4s,
+ * each warp reading every ways-th part; @scratch: [threads].
  */
 template <int D, plan_row_off ROW>
-KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_seg &s,
-			 uint32_t hbs, uint32_t rows, uint32_t *flag, int tid, int bar,
+KVK_DEV void plan_slice(const struct attn_params &p, const struct plan_seg &s,
+			uint32_t hbs, uint32_t rows, uint32_t slice, uint32_t nr_slices,
+			struct plan_part *scratch, int tid, int bar, int nr_threads)
+{
+	const uint32_t total = rows * (D / 4), lane = tid & 31, warp = tid / 32;
+	const uint32_t lo = slice * total / nr_slices,
+		       hi = (slice + 1) * total / nr_slices;
+	const uint32_t ways = s.nr_parts <= PLAN_BATCH ? 1 : s.nr_parts <= 40 ? 4 : 8;
+	const uint32_t teams = nr_threads / 32 / ways, way = warp % ways;
+
+	for (uint32_t at = lo; at < hi; at += 32 * teams) {
+		uint32_t e = at + (warp / ways) * 32 + lane, row = e / (D / 4);
+		struct plan_part r = {};
+
+		if (e < hi)
+			r = plan_read(p, s, slot_o_off(rows), row, e, way, ways);
+		if (ways > 1) {
+			scratch[warp * 32 + lane] = r;
+			bar_sync(bar, nr_threads);
+			for (uint32_t w = 1; w < ways && way == 0; w++) {
+				const struct plan_part *o =
+					&scratch[(warp + w) * 32 + lane];
+
+				part_add(r, o->o, o->m, o->l);
+			}
+			bar_sync(bar, nr_threads);
+		}
+		if (e < hi && way == 0) {
+			float inv = r.l > 0.f ? 1.f / r.l : r.l;
+
+			out_store4(p, ROW(p, s, hbs, row) + 4 * (e % (D / 4)),
+				   make_float4(r.o.x * inv, r.o.y * inv, r.o.z * inv,
+					       r.o.w * inv));
+		}
+	}
+}
+
+/*
+ * Finish this CTA's part of a split unit, at the end of the CTA. @total: arrivals that
+ * make the unit; @scratch: [threads] plan_part and @flag in shared memory.
+ */
+template <int D, plan_row_off ROW>
+KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending *pend,
+			 uint32_t hbs, uint32_t rows, uint32_t total,
+			 struct plan_part *scratch, uint32_t *flag, int tid, int bar,
 			 int nr_threads)
 {
-	uint32_t *groups = p.mem.counters, *units = p.mem.counters + 2 * PLAN_CTAS_MAX;
-	uint32_t np = s.nr_parts, g, first, count, ng;
+	const struct plan_seg s = pend->s;
+	const uint32_t slices =
+		min(min(s.nr_parts, PLAN_SLICES), (rows * (D / 4) + 31) / 32);
+	uint32_t *taken = p.mem.counters + PLAN_SLOTS + plan_slot(s, 0) * PLAN_SLICES;
+	const uint32_t epoch = pend->epoch;
+	const bool last = pend->last;
+	uint32_t left;
 
-	if (np <= PLAN_GROUP) {
-		if (plan_arrive(groups + plan_slot(s, 0), np, flag, tid, bar, nr_threads))
-			plan_merge<D, ROW>(p, s, hbs, rows, 0, np, 1, 0, NULL, tid,
-					   nr_threads);
+	if (s.part >= slices && !last)
 		return;
-	}
-	ng = (np + PLAN_GROUP - 1) / PLAN_GROUP;
-	g = s.part / PLAN_GROUP;
-	first = g * PLAN_GROUP;
-	count = min(PLAN_GROUP, np - first);
-	if (!plan_arrive(groups + plan_slot(s, first), count, flag, tid, bar, nr_threads))
+	if (!plan_all_in(p, pend, total, flag, tid, bar, nr_threads))
 		return;
-	plan_merge<D, ROW>(p, s, hbs, rows, first, count, 1, 0,
-			   slot_ptr(p.mem, plan_slot(s, first), 1), tid, nr_threads);
-	if (plan_arrive(units + plan_slot(s, 0), ng, flag, tid, bar, nr_threads))
-		plan_merge<D, ROW>(p, s, hbs, rows, 0, ng, PLAN_GROUP, 1, NULL, tid,
+	if (s.part < slices) {
+		if (tid == 0)
+			atomicMax(taken + s.part, epoch);
+		plan_slice<D, ROW>(p, s, hbs, rows, s.part, slices, scratch, tid, bar,
 				   nr_threads);
+	}
+	if (!last)
+		return;
+	bar_sync(bar, nr_threads);
+	if (tid < 32) {
+		bool open = tid < slices && tid != s.part &&
+			    *(volatile uint32_t *)(taken + tid) < epoch;
+
+		*flag = __ballot_sync(~0u, open);
+	}
+	bar_sync(bar, nr_threads);
+	for (left = *(volatile uint32_t *)flag; left; left &= left - 1)
+		plan_slice<D, ROW>(p, s, hbs, rows, __ffs(left) - 1, slices, scratch, tid,
+				   bar, nr_threads);
+	bar_sync(bar, nr_threads);
 }
 
 /* ------------------------------------------------------------------------- launcher side

@@ -261,6 +261,17 @@ KVK_DEV uint32_t atoms_add_release(uint32_t *p, uint32_t v)
 	return r;
 }
 
+KVK_DEV uint32_t atoms_add_acq_rel(uint32_t *p, uint32_t v)
+{
+	uint32_t r;
+
+	asm volatile("atom.add.acq_rel.cta.shared.u32 %0, [%1], %2;"
+		     : "=r"(r)
+		     : "r"(smem_addr(p)), "r"(v)
+		     : "memory");
+	return r;
+}
+
 KVK_DEV void spin_until(const uint32_t *p, uint32_t more_than)
 {
 	while (lds_acquire(p) <= more_than)

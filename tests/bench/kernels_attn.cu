@@ -366,6 +366,8 @@ static void case_init(struct kvb_ctx *ctx, const struct model *m, const struct l
 	a->sm_scale = m->kind == ML ? 0.0721687836f : 0.0883883476f;
 	a->act_dtype = KVK_BF16;
 	a->flags = m->flags;
+	if (getenv("KVB_ATTN_FLAGS")) /* tuning: attn_cuda.h */
+		a->flags |= (uint32_t)strtoul(getenv("KVB_ATTN_FLAGS"), NULL, 0);
 	a->q = c->to_free[4];
 	a->out = c->to_free[5];
 	a->workspace_bytes = kvk_attn_workspace_cuda(a);
