@@ -76,7 +76,7 @@ static void hurt(struct kv_sqe *s)
 
 static void remember(u32 who, const struct kv_sqe *s, struct kv_cqe cqe)
 {
-	const struct kv_grant *g = (const struct kv_grant *)(c[who].args + s->ret_off);
+	const u8 *rets = c[who].args + s->ret_off; /* at any byte */
 	u32 i;
 
 	if (cqe.result || s->opcode != KV_OP_ALLOC || (s->flags & KV_SQE_MAGAZINE))
