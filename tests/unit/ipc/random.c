@@ -82,8 +82,9 @@ static void remember(u32 who, const struct kv_sqe *s, struct kv_cqe cqe)
 	if (cqe.result || s->opcode != KV_OP_ALLOC || (s->flags & KV_SQE_MAGAZINE))
 		return;
 	for (i = 0; i < cqe.nr && i < 20; i++)
-		held[who][nr_held[who] < 512 ? nr_held[who]++ : kvt_rand_below(512)] =
-			g[i];
+		memcpy(&held[who]
+			    [nr_held[who] < 512 ? nr_held[who]++ : kvt_rand_below(512)],
+		       rets + i * sizeof(struct kv_grant), sizeof(struct kv_grant));
 }
 
 static bool answered(int result)
