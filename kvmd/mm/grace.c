@@ -170,10 +170,12 @@ void kvd_grace_stalls(struct kvd_mm *mm, struct kvd_reader_group *g)
 void kvd_batch_set_init(struct kvd_batch_set *set, struct kvd_pool *pool,
 			struct kvd_reader *reader, enum kvd_batch_kind kind)
 {
+	set->open = NULL;
 	for (u32 i = 0; i < KVD_BATCH_SET; i++) {
 		struct kvd_batch *b = &set->b[i];
 
 		list_init(&b->node);
+		b->set = set;
 		b->pool = pool;
 		b->reader = reader;
 		b->kind = kind;
@@ -191,8 +193,7 @@ bool kvd_batch_set_empty(const struct kvd_batch_set *set)
 	return true;
 }
 
-/* The open batch of a set: the one in use, an unused one, or the youngest, opened again.
- */
+/* Open a batch of a set: an unused one, or the youngest again. */
 static struct kvd_batch *set_open(struct kvd_batch_set *set, struct kvd_grace *g)
 {
 	struct kvd_batch *unused = NULL, *youngest = NULL;
@@ -202,8 +203,6 @@ static struct kvd_batch *set_open(struct kvd_batch_set *set, struct kvd_grace *g
 
 		if (list_empty(&b->node))
 			unused = b;
-		else if (!b->epoch)
-			return b;
 		else if (!youngest || b->epoch > youngest->epoch)
 			youngest = b;
 	}
@@ -213,14 +212,23 @@ static struct kvd_batch *set_open(struct kvd_batch_set *set, struct kvd_grace *g
 	}
 	unused->epoch = 0;
 	list_add_tail(&g->open, &unused->node);
+	set->open = unused;
 	return unused;
+}
+
+/* A batch leaves the lists; it may have been the open one. */
+static void batch_unlist(struct kvd_batch *b)
+{
+	list_del(&b->node);
+	if (b->set->open == b)
+		b->set->open = NULL;
 }
 
 void kvd_grace_add(struct kvd_batch_set *set, u32 pfn)
 {
 	struct kvd_pool *pool = set->b[0].pool;
 	struct kvd_grace *g = &pool->mm->grace;
-	struct kvd_batch *b = set_open(set, g);
+	struct kvd_batch *b = set->open ? set->open : set_open(set, g);
 
 	kvd_pfn_list_add_tail(pool->links, &b->pages, pfn);
 	pool->links[pfn].batch = b;
@@ -246,7 +254,7 @@ void kvd_grace_cancel(struct kvd_pool *pool, u32 pfn)
 	pool->links[pfn].batch = NULL;
 	pool->mm->grace.nr_pages[b->kind]--;
 	if (!b->pages.nr)
-		list_del(&b->node);
+		batch_unlist(b);
 }
 
 void kvd_batch_set_move(struct kvd_batch_set *from, struct kvd_batch_set *to)
@@ -256,7 +264,7 @@ void kvd_batch_set_move(struct kvd_batch_set *from, struct kvd_batch_set *to)
 
 		while (b->pages.nr)
 			kvd_grace_add(to, batch_pop(b));
-		list_del(&b->node);
+		batch_unlist(b);
 	}
 }
 
@@ -282,7 +290,7 @@ static bool epoch_advance(struct kvd_mm *mm)
 	}
 	list_for_each_entry_safe (b, tmp, &g->open, node) {
 		b->epoch = g->epoch;
-		list_del(&b->node);
+		batch_unlist(b);
 		list_add_tail(&g->waiting, &b->node);
 	}
 	return true;
@@ -302,7 +310,7 @@ static u32 batch_finish(struct kvd_mm *mm, struct kvd_batch *b, u32 budget)
 		done++;
 	}
 	if (!b->pages.nr)
-		list_del(&b->node);
+		batch_unlist(b);
 	return done;
 }
 

@@ -68,12 +68,15 @@ struct kvd_reader {
 	bool stalled;
 };
 
+struct kvd_batch_set;
+
 /** enum kvd_batch_kind - what happens to its pages when the batch is over */
 enum kvd_batch_kind { KVD_BATCH_QUARANTINE, KVD_BATCH_SEAL, KVD_BATCH_KINDS };
 
 /**
  * struct kvd_batch - pages that wait for one epoch
  * @node: in kvd_grace.open or .waiting; empty: unused
+ * @set: it belongs to
  * @pool: pool of the pages; borrowed
  * @reader: whose slots count; NULL: the whole group's
  * @epoch: 0 while open; then the epoch that slots must have been seen past
@@ -82,6 +85,7 @@ enum kvd_batch_kind { KVD_BATCH_QUARANTINE, KVD_BATCH_SEAL, KVD_BATCH_KINDS };
  */
 struct kvd_batch {
 	struct list_node node;
+	struct kvd_batch_set *set;
 	struct kvd_pool *pool;
 	struct kvd_reader *reader;
 	u64 epoch;
@@ -94,8 +98,10 @@ struct kvd_batch {
 
 /**
  * struct kvd_batch_set - batches of one pool, or of one session in one pool
+ * @open: the one that takes pages in this turn, or NULL
  */
 struct kvd_batch_set {
+	struct kvd_batch *open;
 	struct kvd_batch b[KVD_BATCH_SET];
 };
 

@@ -11,6 +11,9 @@
 #include "base/mutant.h"
 #include "kvmd/own/core.h"
 
+/* Pages that a batch fetches ahead of the one it works on. */
+#define PREFETCH_AHEAD 4u
+
 void kvd_lease_hold(struct kvd_attach *a, u32 pfn)
 {
 	if (a->refs[pfn]++ == 0) {
@@ -100,6 +103,18 @@ static bool refs_in_range(const struct kvd_attach *a, const struct kv_page_ref *
 	return nr > 0 && nr <= KV_BATCH_MAX;
 }
 
+/* A page that was held for long is in no cache: fetch all that its end touches at once.
+ */
+static inline void lease_prefetch(const struct kvd_attach *a, u32 pfn)
+{
+	__builtin_prefetch(&a->pool->frames[pfn], 1);
+	__builtin_prefetch(&a->pool->frames[pfn].past, 1);
+	__builtin_prefetch(&a->refs[pfn], 1);
+	__builtin_prefetch(&a->held[pfn / 64], 1);
+	__builtin_prefetch(&a->pool->table.tags[pfn], 1);
+	__builtin_prefetch(&a->pool->links[pfn], 1);
+}
+
 int kvd_lease_free(struct kvd_session *s, struct kvd_attach *a,
 		   const struct kv_page_ref *refs, u32 nr, u32 *ret_nr, u32 *ret_first)
 {
@@ -108,9 +123,13 @@ int kvd_lease_free(struct kvd_session *s, struct kvd_attach *a,
 	kv_assert(s->state == KVD_SESSION_LIVE && a->pool);
 	if (!refs_in_range(a, refs, nr))
 		return -EINVAL;
+	for (u32 i = 0; i < KV_MIN(nr, PREFETCH_AHEAD); i++)
+		lease_prefetch(a, refs[i].pfn);
 	for (u32 i = 0; i < nr; i++) {
 		u32 pfn = refs[i].pfn, event;
 
+		if (i + PREFETCH_AHEAD < nr)
+			lease_prefetch(a, refs[i + PREFETCH_AHEAD].pfn);
 		if (!kvd_lease_holds(s, a, pfn, refs[i].tag)) {
 			first = KV_MIN(first, i);
 			if (KV_MUTANT(double_free_ok))
