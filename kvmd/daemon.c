@@ -374,6 +374,26 @@ int kvd_run(struct kvd *kvd)
 	return r;
 }
 
+/* Memory that exists does not change its shape under its users. */
+static int restart_needed(const struct kvd *kvd, const struct kvd_config *config,
+			  char *error)
+{
+	const char *field = config->host_bytes != kvd->config.host_bytes ? "host_bytes"
+									 : "pool.extent";
+	u64 want = config->host_bytes, have = kvd->config.host_bytes;
+
+	if (want == have) {
+		want = config->extent_bytes;
+		have = kvd->config.extent_bytes;
+	}
+	if (want == have)
+		return 0;
+	snprintf(error, KVD_CONFIG_ERROR_BYTES,
+		 "%s: %llu: in force is %llu, and changing it takes a restart", field,
+		 (unsigned long long)want, (unsigned long long)have);
+	return -EINVAL;
+}
+
 int kvd_reload(struct kvd *kvd, char *error, u32 *ret_deferred)
 {
 	struct kvd_config *config;
@@ -388,18 +408,14 @@ int kvd_reload(struct kvd *kvd, char *error, u32 *ret_deferred)
 	if (!config)
 		return -ENOMEM;
 	r = config_start(kvd, config, error);
-	if (!r && config->host_bytes != kvd->config.host_bytes) {
-		snprintf(
-			error, KVD_CONFIG_ERROR_BYTES,
-			"host_bytes: %llu: in force is %llu, and changing it takes a restart",
-			(unsigned long long)config->host_bytes,
-			(unsigned long long)kvd->config.host_bytes);
-		r = -EINVAL;
-	}
+	if (!r)
+		r = restart_needed(kvd, config, error);
 	if (!r)
 		r = kvd_policy_apply(kvd, config, error, ret_deferred);
-	if (!r)
+	if (!r) {
 		kvd->core.mm.stall_ns = config->stall_ms * KV_NSEC_PER_MSEC;
+		kvd->core.cfg.idle_shrink_ns = config->idle_shrink_ms * KV_NSEC_PER_MSEC;
+	}
 	kvd_trace_config_reload(kvd->config_revision, (u64)(s64)r,
 				kvd->config.nr_tenants);
 	free(config);

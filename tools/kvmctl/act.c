@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "tools/kvmctl/kvmctl.h"
 
@@ -184,12 +185,23 @@ int ctl_version(struct ctl *ctl)
 	int r = 0;
 
 	/* Without a daemon it is still the version of kvmctl. */
+	if (!access(ctl->args.socket, F_OK))
+		ctl_ask(ctl, ctl_request("version"), &reply);
 	if (!ctl->args.json) {
 		printf("kvmctl %s (ABI %u to %u)\n", CTL_VERSION, KV_ABI_VERSION_MIN,
 		       KV_ABI_VERSION);
+		if (reply)
+			printf("kvmd   %s (ABI %.0f to %.0f)\n",
+			       ctl_str(reply, "version"), ctl_num(reply, "abi_min"),
+			       ctl_num(reply, "abi"));
+		cJSON_Delete(reply);
 		return CTL_OK;
 	}
 	doc = cJSON_CreateObject();
+	if (reply)
+		cJSON_AddStringToObject(doc, "kvmd", ctl_str(reply, "version"));
+	else
+		cJSON_AddNullToObject(doc, "kvmd");
 	cJSON_AddStringToObject(doc, "kvmctl", CTL_VERSION);
 	cJSON_AddNumberToObject(doc, "abi_min", KV_ABI_VERSION_MIN);
 	cJSON_AddNumberToObject(doc, "abi_max", KV_ABI_VERSION);
