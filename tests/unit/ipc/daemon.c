@@ -436,6 +436,16 @@ KVT_TEST(quota_is_hard_and_reload_is_all_or_nothing)
 	cJSON_Delete(doc);
 	KVT_EXPECT_EQ(daemon_number(&d, "{\"op\":\"tenant\"}", "tenants.0.max_bytes"),
 		      50 * 77824);
+	snprintf(text, sizeof(text),
+		 "{\"tenants\":[{\"name\":\"red\",\"uids\":[%u]}],"
+		 "\"pool\":{\"extent\":\"4MiB\"}}",
+		 geteuid());
+	config_write(text);
+	doc = daemon_ask(&d, "{\"op\":\"reload\"}");
+	KVT_EXPECT_HAS(cJSON_GetObjectItem(doc, "error")->valuestring,
+		       "pool.extent: 4194304");
+	cJSON_Delete(doc);
+	KVT_EXPECT_EQ(daemon_number(&d, STATUS, "config_revision"), 1);
 	snprintf(
 		text, sizeof(text),
 		"{\"tenants\":[{\"name\":\"red\",\"uids\":[%u],\"gpus\":[{\"gpu\":\"host\","
