@@ -113,6 +113,7 @@ struct kvd_mm {
  * @low_pages, @high_pages: watermarks of free pages
  * @wants_extent: it could grow if another pool gave an extent back
  * @starved: an allocation has failed since pages were last freed
+ * @starved_ns: when the last one failed; 0 = never
  * @pressure: level that sessions were told last
  * @hash_heads: prefix index, [hash_mask + 1] pfns
  * @hash_mask: power of two - 1
@@ -150,6 +151,7 @@ struct kvd_pool {
 	u32 low_pages, high_pages;
 	bool wants_extent;
 	bool starved;
+	u64 starved_ns;
 	u32 pressure;
 	u32 *hash_heads;
 	u32 hash_mask;

@@ -153,6 +153,7 @@ static int room_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 g
 	lacking = nr - kvd_pool_nr_free(pool);
 	coming = pool->nr[KVD_QUARANTINE];
 	pool->starved = true;
+	pool->starved_ns = pool->mm->now_ns;
 	if ((gfp & KV_GFP_RECLAIM) && coming < lacking) {
 		if (coming + kvd_reclaim_available(pool, s->tenant->index) >= lacking) {
 			kvd_reclaim_wake(pool, lacking - coming);

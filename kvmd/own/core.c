@@ -133,7 +133,8 @@ static u32 pool_pressure(const struct kvd_pool *pool)
 {
 	const struct kvd_mm *mm = pool->mm;
 
-	if (pool->starved)
+	/* Held for a while: sessions are told of a state, not of every refusal. */
+	if (pool->starved_ns && mm->now_ns - pool->starved_ns < KV_NSEC_PER_SEC)
 		return 2;
 	if (pool->nr[KVD_FREE] < pool->low_pages &&
 	    mm->extent_bytes_used + pool->geo.extent_bytes > mm->limits.capacity_bytes)
@@ -167,7 +168,6 @@ static void pools_turn(struct kvd_core *core)
 			pool->starved = false;
 			core->cfg.notify->pages_freed(core->cfg.notify_arg, pool,
 						      pool->nr[KVD_FREE]);
-			pressure_tell(core, pool);
 		}
 	}
 }

@@ -92,6 +92,7 @@ struct kvd_core_config {
  * @tenants: by index; owned
  * @sessions: struct kvd_session.node, LIVE and ENDED
  * @nr_sessions: length of @sessions
+ * @nr_ended: ENDED ones among them
  * @incidents: ring
  * @min_bytes_total: sum of all tenants' min; 0 spares the look at promises
  * @sweep_pool: where kvd_audit_slice() goes on
@@ -104,6 +105,7 @@ struct kvd_core {
 	struct kvd_tenant *tenants[KVD_TENANTS_MAX];
 	struct list_node sessions;
 	u32 nr_sessions;
+	u32 nr_ended;
 	struct kvd_incidents incidents;
 	u64 min_bytes_total;
 	u64 second_ns;

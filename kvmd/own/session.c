@@ -316,6 +316,7 @@ void kvd_session_end(struct kvd_session *s, const char *why)
 	if (s->state == KVD_SESSION_ENDED)
 		return;
 	s->state = KVD_SESSION_ENDED;
+	s->core->nr_ended++;
 	snprintf(line, sizeof(line), "session %llu (%.60s, pid %d) ended: %.40s",
 		 (unsigned long long)s->id, s->name, s->pid, why);
 	s->core->mm.env->log(s->core->mm.env->arg, 6, line);
@@ -346,6 +347,7 @@ static void session_reap(struct kvd_session *s)
 	kvd_reader_del(&core->mm, &s->reader);
 	list_del(&s->node);
 	core->nr_sessions--;
+	core->nr_ended--;
 	s->tenant->nr_sessions--;
 	core->cfg.notify->session_reaped(core->cfg.notify_arg, s);
 	free(s);
@@ -372,6 +374,8 @@ bool kvd_session_turn(struct kvd_core *core)
 	u32 budget = DROP_SLICE;
 	bool more = false;
 
+	if (!core->nr_ended)
+		return false;
 	list_for_each_entry_safe (s, tmp, &core->sessions, node) {
 		if (s->state != KVD_SESSION_ENDED)
 			continue;

@@ -107,6 +107,7 @@ static void on_pressure(void *arg, struct kvd_session *s, struct kvd_pool *pool,
 			u32 level)
 {
 	((struct rig *)arg)->pressure = level;
+	((struct rig *)arg)->pressures++;
 }
 
 static void on_pages_freed(void *arg, struct kvd_pool *pool, u32 nr)

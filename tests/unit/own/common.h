@@ -32,7 +32,7 @@ struct rig {
 	bool fired;
 	int backend_error;
 	u32 extents, allocs, frees, regions;
-	u32 added, removed, revoked, stalls, reaped, pages_freed, pressure;
+	u32 added, removed, revoked, stalls, reaped, pages_freed, pressure, pressures;
 	u64 stalled_id;
 	struct kv_page_ref last_revoked;
 	u64 last_reaped;

@@ -270,4 +270,31 @@ KVT_TEST(memory_moves_between_pools)
 	rig_fini(&r);
 }
 
+/* Pressure is a state, told when it changes: refusals in a row are one event. */
+KVT_TEST(pressure_is_told_on_change)
+{
+	struct kvd_session *s;
+	struct kvd_attach *a;
+	struct kv_grant g[16];
+
+	rig_init(&r, 2, 8);
+	a = rig_client(&r, rig_tenant(&r, r.red, "t", 0, 0), &s);
+	KVT_EXPECT_EQ(rig_alloc(s, a, 16, KV_GFP_NOWAIT, g), 0);
+	for (u32 i = 0; i < 100; i++) {
+		KVT_EXPECT_EQ(rig_alloc(s, a, 1, KV_GFP_NOWAIT, g), KV_FULL);
+		rig_run(&r);
+	}
+	KVT_EXPECT_EQ(r.pressure, 2);
+	KVT_EXPECT_EQ(r.pressures, 1);
+	KVT_EXPECT_EQ(rig_free1(s, a, g[0]), 0);
+	rig_run(&r);
+	KVT_EXPECT_EQ(r.pages_freed, 1);
+	KVT_EXPECT_EQ(r.pressures, 1);
+	r.now += 1100000000ull;
+	rig_run(&r);
+	KVT_EXPECT_EQ(r.pressure, 0);
+	KVT_EXPECT_EQ(r.pressures, 2);
+	rig_fini(&r);
+}
+
 KVT_MAIN()
