@@ -92,7 +92,8 @@ void kvc_link_dead_locked(struct kvc_link *link, int error)
 		return;
 	__atomic_store_n(&link->dead, 1, __ATOMIC_RELEASE);
 	epoll_ctl(c->epoll_fd, EPOLL_CTL_DEL, link->sock, NULL);
-	shutdown(link->sock, SHUT_RDWR); /* kvmd learns of it now, not when the link is freed */
+	/* kvmd learns of it now, not when the link is freed */
+	shutdown(link->sock, SHUT_RDWR);
 	kvc_ring_fail(&link->ring, error == -EPROTO ? error : -ECONNRESET);
 	kvc_log(c, KVC_LOG_WARN, "connection to kvmd lost: %s", strerror(-error));
 	wake(c);
@@ -225,7 +226,19 @@ int kvc_event_fd(struct kvc *c)
 	return kvc_poisoned(c) ? -EOWNERDEAD : c->epoll_fd;
 }
 
-static int call_back(struct list_node *events,
+/* A callback may close a pool that a later event names. */
+static bool pool_is_open(struct kvc *c, const struct kvc_pool *pool)
+{
+	bool found = !pool;
+
+	pthread_mutex_lock(&c->lock);
+	for (u32 i = 0; i < KV_POOLS_MAX; i++)
+		found |= c->pools[i] == pool;
+	pthread_mutex_unlock(&c->lock);
+	return found;
+}
+
+static int call_back(struct kvc *c, struct list_node *events,
 		     void (*fn)(void *, const struct kvc_event *), void *arg)
 {
 	struct event *e, *tmp;
@@ -236,7 +249,7 @@ static int call_back(struct list_node *events,
 
 		if (e->type == KV_MSG_REVOKE)
 			out.pages = e->pages;
-		if (fn)
+		if (fn && pool_is_open(c, e->pool))
 			fn(arg, &out);
 		list_del(&e->node);
 		free(e);
@@ -267,7 +280,7 @@ int kvc_dispatch(struct kvc *c, void (*fn)(void *arg, const struct kvc_event *ev
 	if (read(c->wake_fd, &count, sizeof(count)) < 0)
 		count = 0; /* nobody had written */
 	pthread_mutex_unlock(&c->lock);
-	nr = call_back(&events, fn, arg);
+	nr = call_back(c, &events, fn, arg);
 	if (!nr && r == -ECONNRESET)
 		return kvc_fail(-ECONNRESET, "kvmd is away; the next call reconnects");
 	return nr;

@@ -80,10 +80,12 @@ static void close_gpu_fds(void)
 static void poison(struct kvc *c)
 {
 	c->poisoned = 1;
-	if (c->link && !c->link->gone) {
-		close(c->link->sock);
-		close(c->link->ring.sq_efd);
-		close(c->link->ring.cq_efd);
+	for (struct kvc_link *l = c->link; l; l = l->older) {
+		if (l->gone)
+			continue;
+		close(l->sock);
+		close(l->ring.sq_efd);
+		close(l->ring.cq_efd);
 	}
 	close(c->epoll_fd);
 	close(c->wake_fd);

@@ -426,7 +426,9 @@ int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 dea
 			kvc_msg_close_fds(in);
 			return r;
 		}
-		r = kvc_msg_handle_locked(pool->c, in);
+		/* the reply to an open that timed out may well be for the same pool */
+		if (in->msg.type != KV_MSG_POOL_REPLY)
+			r = kvc_msg_handle_locked(pool->c, in);
 		kvc_msg_close_fds(in);
 	}
 	if (r == -ETIMEDOUT)
@@ -489,14 +491,16 @@ void kvc_pool_destroy_locked(struct kvc_pool *pool)
 {
 	struct kvc *c = pool->c;
 	struct kvc_link *link = c->link;
+	/* one that never got a slot has no table in it */
+	bool attached = !c->pools[pool->slot] || c->pools[pool->slot] == pool;
 
-	if (c->pools[pool->slot] == pool)
+	if (attached)
 		c->pools[pool->slot] = NULL;
 	kvc_events_drop_pool_locked(c, pool);
 	if (!link->gone)
 		kvc_ring_forget_pool(&link->ring, pool);
 	send_close(pool, link);
-	for (struct kvc_link *l = link; l; l = l->older)
+	for (struct kvc_link *l = attached ? link : NULL; l; l = l->older)
 		drop_table(pool, l);
 	for (u32 i = 0; i < pool->nr_extents; i++)
 		if (pool->extents[i].fd >= 0)

@@ -78,16 +78,29 @@ static int find_slot(struct kvc *c, const struct kvc_pool *pool, u32 *ret_slot)
 	return 0;
 }
 
-static int open_locked(struct kvc *c, struct kvc_pool *pool, u32 slot, u64 deadline_ns,
+/*
+ * kvc_link_alive_locked() gives the lock up while it waits, so the slot is looked for
+ * after it. Return: 0; -EEXIST @ret_pool is another pool, open already; as
+ * kvc_pool_open().
+ */
+static int open_locked(struct kvc *c, struct kvc_pool *pool, u64 deadline_ns,
 		       struct kvc_pool **ret_pool)
 {
+	u32 slot = 0;
 	int r;
 
-	pool->slot = slot;
 	do {
 		r = kvc_link_alive_locked(c, deadline_ns);
 		if (r)
 			return r;
+		r = find_slot(c, pool, &slot);
+		if (r == -EEXIST) {
+			*ret_pool = c->pools[slot];
+			c->pools[slot]->refs++;
+		}
+		if (r)
+			return r;
+		pool->slot = slot;
 		r = kvc_pool_attach_locked(pool, c->link, deadline_ns);
 	} while (r == -ECONNRESET);
 	if (r)
@@ -103,7 +116,6 @@ int kvc_pool_open(struct kvc *c, const struct kv_layout *layout, const float *sc
 {
 	u64 deadline_ns;
 	struct kvc_pool *pool;
-	u32 slot = 0;
 	int r;
 
 	if (kvc_poisoned(c))
@@ -120,22 +132,11 @@ int kvc_pool_open(struct kvc *c, const struct kv_layout *layout, const float *sc
 		kvc_pool_free_memory(pool);
 		return kvc_fail(r, "pool_open: another call holds the connection");
 	}
-	r = find_slot(c, pool, &slot);
-	if (r) {
-		if (r == -EEXIST) {
-			*ret_pool = c->pools[slot];
-			c->pools[slot]->refs++;
-			r = 0;
-		}
-		kvc_pool_free_memory(pool);
-		goto unlock;
-	}
-	r = open_locked(c, pool, slot, deadline_ns, ret_pool);
+	r = open_locked(c, pool, deadline_ns, ret_pool);
 	if (r)
 		kvc_pool_destroy_locked(pool);
-unlock:
 	pthread_mutex_unlock(&c->lock);
-	return r;
+	return r == -EEXIST ? 0 : r;
 }
 
 void kvc_pool_close(struct kvc_pool *pool)

@@ -54,7 +54,7 @@ static u32 owners[FAKE_PAGES];
 
 static void *take_pages(void *arg)
 {
-	for (u32 i = 0; i < 60; i++) {
+	for (u32 i = 0; i < 30; i++) {
 		struct kv_grant g;
 
 		if (kvc_alloc(pool, 1, KV_GFP_NOWAIT, &g))

@@ -261,7 +261,7 @@ void fake_send_revoke(struct fake *f, const struct kv_page_ref *refs, u32 nr)
 
 static struct kv_grant give_page(struct fake *f)
 {
-	u32 pfn = f->next_pfn++ % FAKE_PAGES;
+	u32 pfn = f->next_pfn++;
 	struct kv_grant g = {.pfn = pfn, .tag = fake_give(f, pfn)};
 
 	if (!f->extent_serial[pfn >> FAKE_SHIFT] && !f->withhold_extents)
@@ -275,6 +275,9 @@ static void serve_stock(struct fake *f, const struct kv_sqe *sqe, struct kv_cqe 
 
 	for (u32 i = 0; i < KV_MAGAZINE_SLOTS && cqe->nr < sqe->nr; i++) {
 		struct kv_grant g;
+
+		if (f->next_pfn == FAKE_PAGES)
+			break;
 
 		if (kv_load_relaxed64(&m->slots[i].word))
 			continue;
@@ -296,6 +299,9 @@ bool fake_serve(struct fake *f, const struct kv_sqe *sqe, struct kv_cqe *cqe)
 			serve_stock(f, sqe, cqe);
 			break;
 		}
+		cqe->result = f->next_pfn + sqe->nr > FAKE_PAGES ? KV_FULL : 0;
+		if (cqe->result)
+			break;
 		for (u32 i = 0; i < sqe->nr; i++)
 			grants[i] = give_page(f);
 		cqe->nr = sqe->nr;
