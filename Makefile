@@ -37,7 +37,7 @@ CUDA ?= $(if $(NVCC),1,0)
 CONFIG_CUDA := $(if $(filter 1,$(CUDA)),y)
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(NVCC))
 CUDA_ARCHS ?= 90a
-CONFIG_SDT := $(if $(wildcard /usr/include/sys/sdt.h),y)
+CONFIG_SDT := $(if $(wildcard /usr/include/sys/sdt.h /usr/include/*-linux-gnu/sys/sdt.h),y)
 
 # ---------------------------------------------------------------- flags
 WARN := -Wall -Wextra -Werror -Wshadow -Wstrict-prototypes -Wmissing-prototypes \
