@@ -89,6 +89,12 @@ int eng_cmd_serve(const struct eng_cli *cli)
 		fprintf(stderr, "kv-engine serve: give one of --listen and --unix\n");
 		return ENG_EXIT_USAGE;
 	}
+	if (cli->inject || cli->check || cli->host_bytes) {
+		fprintf(stderr,
+			"kv-engine serve: --inject, --check and --host-bytes are for run, "
+			"eval and bench\n");
+		return ENG_EXIT_USAGE;
+	}
 	rc = eng_host_open(cli, &h);
 	if (rc)
 		return rc;

@@ -141,6 +141,8 @@ KVT_TEST(refusals_name_what_is_wrong)
 		 "max_tokens=9000"},
 		{"run --model $M/tiny-k2 --prompt x --kv fp8_s", 1, "--scale-text"},
 		{"serve --model $M/tiny-k2", 2, "--listen"},
+		{"serve --model $M/tiny-k2 --unix /tmp/x --inject reuse", 2, "--inject"},
+		{"serve --model $M/tiny-k2 --listen 0.0.0.0:80 --socket /x", 3, "/x"},
 		{"eval --model $M/tiny-k2", 2, "--text"},
 		{"eval --model $M/tiny-k2 --text /nonexistent", 1, "/nonexistent"},
 	};

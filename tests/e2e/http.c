@@ -14,8 +14,6 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
-#include "engine/http/stop.h"
-
 extern char **environ;
 
 #define REPLY_MAX (1u << 20)
@@ -589,40 +587,6 @@ KVT_TEST(sigterm_answers_what_is_running)
 	KVT_EXPECT_EQ(waitpid(server, &status, 0), server);
 	KVT_EXPECT_EQ(status, 0);
 	rig_close(&rig);
-}
-
-/* However the text is cut, the same bytes are shown, and never one of a stop string. */
-KVT_TEST(stop_scan_does_not_depend_on_the_cuts)
-{
-	char *stops[] = {(char *)"abc", (char *)"bb", (char *)"caa"};
-
-	for (int round = 0; round < 2000; round++) {
-		char text[40];
-		size_t n = 1 + kvt_rand_below(30), shown = 0, at, expect;
-		bool stopped = false;
-
-		for (size_t i = 0; i < n; i++)
-			text[i] = (char)('a' + kvt_rand_below(3));
-		text[n] = 0;
-		expect = n;
-		for (int i = 0; i < 3; i++) {
-			const char *p = strstr(text, stops[i]);
-
-			if (p && (size_t)(p - text) < expect)
-				expect = (size_t)(p - text);
-		}
-		for (at = 0; at < n && !stopped;) {
-			size_t before = shown;
-
-			at += 1 + kvt_rand_below((uint32_t)(n - at));
-			shown = eng_stop_scan(text, at, shown, stops, 3, &stopped);
-			KVT_EXPECT(shown >= before && shown <= expect);
-		}
-		if (stopped)
-			KVT_EXPECT_EQ(shown, expect);
-		else
-			KVT_EXPECT_EQ(expect, n);
-	}
 }
 
 KVT_MAIN()
