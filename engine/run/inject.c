@@ -351,7 +351,8 @@ void eng_inject_verdicts(struct eng_engine *e)
 
 	if (i < 0)
 		return;
-	if (e->inject.armed.kind == ENG_INJECT_NO_CHECK)
+	/* with check off there is none to leave out */
+	if (e->inject.armed.kind == ENG_INJECT_NO_CHECK && e->check_mode != KV_CHECK_OFF)
 		s->verdicts[i] = (struct kv_verdict){.step = s->number - 1};
 	e->inject.armed.kind = ENG_INJECT_NONE;
 }
