@@ -121,12 +121,19 @@ $(O)/kvbench: $(main-tools/kvbench) $(O)/libbench.a $(O)/libengine.a $(O)/libker
 	$(call link,$(LIB_ENG) $(LIB_KVD))
 
 # ---------------------------------------------------------------- compile
-$(O)/obj/%.o: %.c
+# Objects are made anew when the compiler or a flag changes.
+$(O)/obj/flags: FORCE
+	$(Q)mkdir -p $(@D) && echo '$(CC) $(CPPFLAGS) $(CFLAGS) $(NVFLAGS)' | cmp -s - $@ || \
+		echo '$(CC) $(CPPFLAGS) $(CFLAGS) $(NVFLAGS)' >$@
+.PHONY: FORCE
+FORCE:
+
+$(O)/obj/%.o: %.c $(O)/obj/flags
 	$(call say,CC,$<)
 	$(Q)mkdir -p $(@D) && $(CC) $(CPPFLAGS) $(CFLAGS) $(cflags-$(patsubst %/,%,$(dir $<))) \
 		$(cflags-$<) -MMD -MP -c -o $@ $<
 
-$(O)/obj/%.cu.o: %.cu
+$(O)/obj/%.cu.o: %.cu $(O)/obj/flags
 	$(call say,NVCC,$<)
 	$(Q)mkdir -p $(@D) && $(NVCC) $(NVFLAGS) $(nvflags-$<) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
