@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ipc/optable.c - see optable.h. Handlers are in op_page.c, op_prefix.c, op_misc.c. */
+/* ipc/optable.c - see optable.h; handlers: op_page.c, op_prefix.c, op_misc.c. (tour 4/12) */
 #include "kvmd/ipc/optable.h"
 
 #include <errno.h>

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * ipc/ring.c - see ring.h.                                                     (tour
- * 3/12)
+ * ipc/ring.c - see ring.h. (tour 3/12)
  *
  * Barriers: publish (store cq_tail, full barrier, read cq_need_wakeup) pairs with the
  * client's store of cq_need_wakeup, full barrier, re-check of cq_tail. Sleep (store
