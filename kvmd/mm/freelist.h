@@ -92,6 +92,7 @@ struct kvd_freelist {
 	struct kvd_pfn_list used;
 };
 
+/** kvd_freelist_init() - no page is FREE yet */
 void kvd_freelist_init(struct kvd_freelist *fl);
 
 /** kvd_freelist_put() - add a FREE page; the hottest goes out first */

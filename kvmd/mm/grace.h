@@ -137,6 +137,7 @@ struct kvd_grace {
  */
 int kvd_grace_init(struct kvd_mm *mm, u64 saved_epoch);
 
+/** kvd_reader_group_init() - a domain without sessions: quiet up to @epoch */
 void kvd_reader_group_init(struct kvd_reader_group *g, u64 epoch);
 
 /** kvd_reader_add() - a session joins; @page is zero: none of its slots is busy */

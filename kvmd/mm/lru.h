@@ -19,6 +19,7 @@ struct kvd_lru {
 	struct kvd_pfn_list inner;
 };
 
+/** kvd_lru_init() - nothing is CACHED yet */
 void kvd_lru_init(struct kvd_lru *lru);
 
 /** kvd_lru_add() - the page became CACHED: newest */

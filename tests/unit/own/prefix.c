@@ -1,0 +1,189 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* SEAL and LOOKUP in slices: what a turn may do, and what happens between two turns. */
+#include "tests/unit/own/common.h"
+
+static struct rig r;
+static struct kvd_session *s, *s2;
+static struct kvd_attach *a, *b;
+static u32 tokens[64 * KV_PAGE_TOKENS];
+static struct kv_hit hits[64];
+
+static void setup(u32 nr_pages)
+{
+	struct kvd_tenant *t;
+
+	rig_init(&r, 2, 64);
+	t = rig_tenant(&r, r.red, "t", 0, 0);
+	a = rig_client(&r, t, &s);
+	b = rig_client(&r, t, &s2);
+	rig_cache(&r, s, a, 1, nr_pages);
+	for (u32 i = 0; i < 64; i++)
+		rig_tokens(1, i, tokens + i * KV_PAGE_TOKENS);
+}
+
+static struct kvd_lookup_op lookup_op(u32 nr_tokens, u32 max_pages, u32 room)
+{
+	struct kvd_lookup_op op = {.s = s2,
+				   .a = b,
+				   .tokens = tokens,
+				   .nr_tokens = nr_tokens,
+				   .max_pages = max_pages,
+				   .hits = hits,
+				   .hits_max = room};
+
+	return op;
+}
+
+KVT_TEST(lookup_hashes_16_pages_a_turn)
+{
+	struct kvd_lookup_op op;
+
+	setup(40);
+	op = lookup_op(64 * KV_PAGE_TOKENS, 0, 64);
+	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);
+	KVT_EXPECT_EQ(op.nr, 16);
+	KVT_EXPECT_EQ(b->nr_held, 16);
+	/* what is pinned cannot go between two turns, what is not yet may */
+	KVT_EXPECT_EQ(kvd_reclaim_pool(a->pool, s->tenant->index, 10, false), 10);
+	rig_run(&r);
+	rig_audit(&r);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), 0);
+	KVT_EXPECT_EQ(op.nr, 30);
+	for (u32 i = 0; i < op.nr; i++)
+		KVT_EXPECT_EQ(rig_free1(s2, b, hits[i].grant), 0);
+	rig_fini(&r);
+}
+
+KVT_TEST(lookup_stops_where_it_is_told)
+{
+	struct kvd_lookup_op op;
+
+	setup(40);
+	op = lookup_op(20 * KV_PAGE_TOKENS + 63, 0, 64); /* the last page is not whole */
+	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), 0);
+	KVT_EXPECT_EQ(op.nr, 20);
+	op = lookup_op(40 * KV_PAGE_TOKENS, 16, 64);
+	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), 0);
+	KVT_EXPECT_EQ(op.nr, 16);
+	op = lookup_op(40 * KV_PAGE_TOKENS, 0, 3);
+	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), 0);
+	KVT_EXPECT_EQ(op.nr, 3);
+	op = lookup_op(63, 0, 3);
+	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), KV_MISS);
+	op = lookup_op(KV_LOOKUP_MAX + 1, 0, 3);
+	KVT_EXPECT_EQ(kvd_lookup_start(&op), -EINVAL);
+	KVT_EXPECT_EQ(a->pool->frames[hits[0].grant.pfn].refs, 3);
+	rig_audit(&r);
+	rig_fini(&r);
+}
+
+/* The session dies between two turns: the pins of the first one drop with it. */
+KVT_TEST(lookup_of_a_dead_session_leaves_no_pin)
+{
+	struct kvd_lookup_op op;
+
+	setup(40);
+	op = lookup_op(40 * KV_PAGE_TOKENS, 0, 64);
+	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);
+	kvd_session_work_ended(s2);
+	rig_run(&r);
+	KVT_EXPECT_EQ(a->pool->nr[KVD_CACHED], 40);
+	rig_audit(&r);
+	rig_fini(&r);
+}
+
+KVT_TEST(seal_hashes_in_slices_and_commits_at_once)
+{
+	static struct kv_seal_page pages[40];
+	static struct kv_seal_ret rets[40];
+	struct kv_grant g[40];
+	struct kvd_seal_op op;
+	u32 nr;
+
+	setup(1);
+	KVT_EXPECT_EQ(rig_alloc(s, a, 40, KV_GFP_NOWAIT, g), 0);
+	for (u32 i = 0; i < 40; i++)
+		pages[i] = (struct kv_seal_page){.pfn = g[i].pfn, .tag = g[i].tag};
+	op = (struct kvd_seal_op){
+		.s = s, .a = a, .pages = pages, .tokens = tokens, .rets = rets, .nr = 40};
+	op.arg.flags = KV_SEAL_ROOT;
+	KVT_EXPECT_EQ(kvd_seal_start(&op), 0);
+	KVT_EXPECT_EQ(kvd_seal_step(&op), -EAGAIN);
+	KVT_EXPECT_EQ(kvd_seal_step(&op), -EAGAIN);
+	KVT_EXPECT_EQ(a->pool->nr[KVD_SEALED], 0);
+	/* a page of it goes between two turns: nothing is sealed */
+	KVT_EXPECT_EQ(rig_free1(s, a, g[3]), 0);
+	KVT_EXPECT_EQ(kvd_seal_step(&op), KV_STALE);
+	KVT_EXPECT_EQ(a->pool->nr[KVD_SEALED], 0);
+	rig_audit(&r);
+	/* again, without it: page 0 is there already, the rest hangs on the entry that is
+	 */
+	op.nr = 3;
+	KVT_EXPECT_EQ(kvd_seal_start(&op), 0);
+	KVT_EXPECT_EQ(kvd_seal_step(&op), 0);
+	KVT_EXPECT_EQ(rets[0].flags, KV_SEALED_DUP);
+	KVT_EXPECT_EQ(rets[1].flags, 0);
+	rig_run(&r);
+	KVT_EXPECT_EQ(rig_lookup(s2, b, 1, 3, hits, &nr), 0);
+	KVT_EXPECT_EQ(nr, 3);
+	KVT_EXPECT(hits[0].grant.pfn != g[0].pfn && hits[1].grant.pfn == g[1].pfn);
+	rig_audit(&r);
+	rig_fini(&r);
+}
+
+KVT_TEST(seal_arguments_are_checked)
+{
+	struct kv_seal_page page = {.pfn = 1};
+	struct kv_seal_ret ret;
+	struct kvd_seal_op op, good;
+
+	setup(1);
+	good = (struct kvd_seal_op){
+		.s = s, .a = a, .pages = &page, .tokens = tokens, .rets = &ret, .nr = 1};
+	op = good;
+	KVT_EXPECT_EQ(kvd_seal_start(&op), 0);
+	op.nr = 0;
+	KVT_EXPECT_EQ(kvd_seal_start(&op), -EINVAL);
+	op.nr = KV_BATCH_MAX + 1;
+	KVT_EXPECT_EQ(kvd_seal_start(&op), -EINVAL);
+	op = good;
+	op.arg.flags = 2;
+	KVT_EXPECT_EQ(kvd_seal_start(&op), -EINVAL);
+	op = good;
+	op.arg.reserved[2] = 1;
+	KVT_EXPECT_EQ(kvd_seal_start(&op), -EINVAL);
+	op = good;
+	page.pfn = a->pool->geo.nr_pages;
+	KVT_EXPECT_EQ(kvd_seal_start(&op), -EINVAL);
+	rig_fini(&r);
+}
+
+/* References of one lease are bounded; the hit that would go over is not given. */
+KVT_TEST(references_do_not_overflow)
+{
+	struct kv_page_ref ref;
+	u32 nr;
+
+	setup(1);
+	KVT_EXPECT_EQ(rig_lookup(s2, b, 1, 1, hits, &nr), 0);
+	ref = (struct kv_page_ref){.pfn = hits[0].grant.pfn, .tag = hits[0].grant.tag};
+	for (u32 i = 1; i < KVD_LEASE_REFS_MAX; i++)
+		KVT_EXPECT_EQ(kvd_lease_pin(s2, b, &ref, 1), 0);
+	KVT_EXPECT_EQ(kvd_lease_pin(s2, b, &ref, 1), -EOVERFLOW);
+	KVT_EXPECT_EQ(rig_lookup(s2, b, 1, 1, hits, &nr), KV_MISS);
+	KVT_EXPECT_EQ(a->pool->frames[ref.pfn].refs, KVD_LEASE_REFS_MAX);
+	rig_audit(&r);
+	kvd_session_work_ended(s2);
+	rig_run(&r);
+	KVT_EXPECT_EQ(a->pool->nr[KVD_CACHED], 1);
+	rig_fini(&r);
+}
+
+KVT_MAIN()
