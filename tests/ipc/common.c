@@ -61,6 +61,16 @@ void ipc_stop(struct eng_private_kvmd *d)
 		KVT_FAIL("kvmd ended with status %d", status);
 }
 
+void ipc_build_path(const char *name, char *ret, size_t bytes)
+{
+	char kvmd[1024];
+
+	if (find_kvmd(kvmd, sizeof(kvmd)))
+		KVT_FAIL("kvmd is not built");
+	*strrchr(kvmd, '/') = 0;
+	snprintf(ret, bytes, "%s/%s", kvmd, name);
+}
+
 struct kvc *ipc_connect(const struct eng_private_kvmd *d)
 {
 	struct kvc_options opt = {.size_bytes = sizeof(opt),

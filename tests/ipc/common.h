@@ -28,6 +28,9 @@ void ipc_stop(struct eng_private_kvmd *d);
 /** ipc_show_log() - the daemon's log as notes */
 void ipc_show_log(const struct eng_private_kvmd *d);
 
+/** ipc_build_path() - @name in the build directory that ipc_start() takes kvmd from */
+void ipc_build_path(const char *name, char *ret, size_t bytes);
+
 struct kvc *ipc_connect(const struct eng_private_kvmd *d);
 
 /** ipc_layout() - a small GQA FP8 layout: 4 layers, 2 kv heads of 64 */

@@ -13,6 +13,7 @@
 #include <cjson/cJSON.h>
 #include <errno.h>
 #include <getopt.h>
+#include <sched.h>
 #ifndef KV_SANITIZED
 #include <jemalloc/jemalloc.h>
 #endif
@@ -41,6 +42,8 @@ struct bench {
 	struct kvc *c;
 	struct kvc_pool *pool;
 	const char *socket_path;
+	pid_t kvmd; /* private: may be pinned; -1 */
+	bool pinned;
 	u32 scale; /* samples are divided by it */
 	double *samples;
 };
@@ -401,6 +404,28 @@ static int bench_lookup(struct bench *b, struct kvb_dist *ret)
 /* ------------------------------------------------------------------------------ output
  */
 
+/* Return: did both get a CPU of their own? */
+static bool pin(pid_t kvmd)
+{
+	cpu_set_t all, one;
+	int cpus[2], nr = 0;
+
+	if (sched_getaffinity(0, sizeof(all), &all))
+		return false;
+	for (int i = 0; i < CPU_SETSIZE && nr < 2; i++)
+		if (CPU_ISSET(i, &all))
+			cpus[nr++] = i;
+	if (nr < 2)
+		return false;
+	CPU_ZERO(&one);
+	CPU_SET(cpus[1], &one);
+	if (sched_setaffinity(kvmd, sizeof(one), &one))
+		return false;
+	CPU_ZERO(&one);
+	CPU_SET(cpus[0], &one);
+	return !sched_setaffinity(0, sizeof(one), &one);
+}
+
 static int run_all(struct bench *b, struct kvb_dist *d)
 {
 	int r;
@@ -413,6 +438,7 @@ static int run_all(struct bench *b, struct kvb_dist *d)
 	if (!r)
 		r = kvb_mm_core_pair(CORE_PAGES / b->scale, 10000 / b->scale,
 				     &d[ROW_CORE], &d[ROW_CORE_RANDOM]);
+	b->pinned = !r && b->kvmd > 0 && pin(b->kvmd); /* the references are done */
 	if (!r)
 		r = bench_attach(b, &d[ROW_ATTACH]);
 	if (!r)
@@ -439,7 +465,7 @@ static void print_table(const struct kvb_dist *d)
 	printf("lookup / its hashes: %.2f\n", d[ROW_LOOKUP].p50 / d[ROW_HASH].p50);
 }
 
-static int print_json(const struct kvb_dist *d)
+static int print_json(const struct bench *b, const struct kvb_dist *d)
 {
 	cJSON *o = cJSON_CreateObject();
 
@@ -447,6 +473,7 @@ static int print_json(const struct kvb_dist *d)
 		return -ENOMEM;
 	cJSON_AddStringToObject(o, "schema", "kvbench-mm/1");
 	cJSON_AddNumberToObject(o, "cpus", (double)sysconf(_SC_NPROCESSORS_ONLN));
+	cJSON_AddBoolToObject(o, "pinned", b->pinned);
 	for (u32 i = 0; i < ROW_NR; i++)
 		kvb_json_dist(o, rows[i].name, &d[i]);
 	return kvb_json_print(o);
@@ -455,7 +482,8 @@ static int print_json(const struct kvb_dist *d)
 static int measure(const char *socket_path, bool quick, bool json)
 {
 	static const char *const args[] = {"--spin", "--host-bytes", "512MiB", NULL};
-	struct bench b = {.socket_path = socket_path, .scale = quick ? 20 : 1};
+	struct bench b = {
+		.socket_path = socket_path, .kvmd = -1, .scale = quick ? 20 : 1};
 	struct kvb_dist d[ROW_NR] = {{0}};
 	struct eng_private_kvmd kvmd = {.pid = -1};
 	char error[512];
@@ -471,11 +499,12 @@ static int measure(const char *socket_path, bool quick, bool json)
 			goto free_samples;
 		}
 		b.socket_path = kvmd.socket_path;
+		b.kvmd = kvmd.pid;
 	}
 	r = run_all(&b, d);
 	eng_private_kvmd_stop(&kvmd);
 	if (!r && json)
-		r = print_json(d);
+		r = print_json(&b, d);
 	else if (!r)
 		print_table(d);
 free_samples:
