@@ -281,7 +281,9 @@ KVK_DEV void plan_slice(const struct attn_params &p, const struct plan_seg &s,
 	const uint32_t teams = nr_threads / 32 / ways, way = warp % ways;
 
 	for (uint32_t at = lo; at < hi; at += 32 * teams) {
-		uint32_t e = at + (warp / ways) * 32 + lane, row = e / (D / 4);
+		/* warps left over by the teams stay idle */
+		uint32_t e = warp < teams * ways ? at + (warp / ways) * 32 + lane : hi;
+		uint32_t row = e / (D / 4);
 		struct plan_part r = {};
 
 		if (e < hi)
@@ -289,7 +291,7 @@ KVK_DEV void plan_slice(const struct attn_params &p, const struct plan_seg &s,
 		if (ways > 1) {
 			scratch[warp * 32 + lane] = r;
 			bar_sync(bar, nr_threads);
-			for (uint32_t w = 1; w < ways && way == 0; w++) {
+			for (uint32_t w = 1; w < ways && way == 0 && e < hi; w++) {
 				const struct plan_part *o =
 					&scratch[(warp + w) * 32 + lane];
 
