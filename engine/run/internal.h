@@ -17,7 +17,6 @@
 #define ENG_CHUNK_MAX	4096u
 #define ENG_WAITING_MAX 65536u
 #define ENG_LOGIT_ROWS	64u /* rows of lm_head computed at a time */
-#define ENG_STREAMS	8u  /* positions that libkvclient keeps per pool */
 
 /* ------------------------------------------------------------------ page tables (kv.c)
  */

@@ -181,6 +181,19 @@ CAUGHT(check_left_out, ENG_INJECT_NO_CHECK, 1, KV_BAD_NOCHECK)
 CAUGHT(mirror_behind, ENG_INJECT_MIRROR_BEHIND, 1, KV_BAD_MIRROR)
 CAUGHT(page_of_another_pool, ENG_INJECT_FOREIGN, 1, KV_BAD_GEN)
 
+/* strict walks the rows on the host once more, on a mirror of its own. */
+KVT_TEST(strict_passes_sound_requests_and_catches_a_reused_page)
+{
+	open_scene("strict");
+	run_injected(ENG_INJECT_REUSE, 2);
+	expect_victim_stale(&sc.t[VICTIM], &sc.clean[VICTIM], KV_BAD_GEN);
+	for (u32 i = 0; i < NR; i++)
+		KVT_EXPECT_EQ(sc.clean[i].res.finish, ENG_FINISH_LENGTH);
+	for (u32 i = 1; i < NR; i++)
+		trace_expect_equal(&sc.clean[i], &sc.t[i], "neighbour");
+	rig_close(&sc.rig);
+}
+
 /* Without the check the victim goes on, on other bytes. */
 static void check_wrong_bytes(enum eng_inject_kind kind, u32 nr_rows)
 {
