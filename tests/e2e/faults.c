@@ -274,6 +274,44 @@ KVT_TEST(o34_dirty_pages_are_zeroed_before_use)
 	rig_close(&sc.rig);
 }
 
+/*
+ * The step that fills a page fails: its last token was never appended. Were the page sealed, its
+ * key would promise bytes that it does not hold.
+ */
+KVT_TEST(failed_step_seals_nothing)
+{
+	enum { SHORT = 120, FILL = 8, LONG = 148 };
+	struct eng_inject in = {.kind = ENG_INJECT_NO_CHECK};
+	struct eng_options opt = {.kv = ENG_KV_FP8, .inject = true};
+	static struct trace clean, t;
+	struct eng_engine *e;
+	u32 ids[LONG];
+
+	open_scene("batch");
+	e = make_engine(false);
+	trace_submit(e, &clean, sc.prompts[VICTIM], SHORT, FILL, false);
+	rig_run(e);
+	memcpy(ids, sc.prompts[VICTIM], SHORT * sizeof(u32));
+	memcpy(ids + SHORT, clean.tokens, FILL * sizeof(u32));
+	memcpy(ids + SHORT + FILL, sc.prompts[OTHER],
+	       (LONG - SHORT - FILL) * sizeof(u32));
+	trace_submit(e, &clean, ids, LONG, 5, false);
+	rig_run(e);
+	eng_engine_destroy(e);
+	e = rig_engine(&sc.rig, &opt);
+	in.victim = trace_submit(e, &t, sc.prompts[VICTIM], SHORT, NEW, false);
+	rig_turns(e, in.victim, FILL);
+	KVT_EXPECT_EQ(eng_inject_arm(e, &in), 0);
+	rig_run(e);
+	KVT_EXPECT_EQ(t.res.finish, ENG_FINISH_STALE);
+	trace_submit(e, &t, ids, LONG, 5, false);
+	rig_run(e);
+	KVT_EXPECT_EQ(t.res.nr_cached, 64);
+	trace_expect_equal(&clean, &t, "behind a failed request");
+	eng_engine_destroy(e);
+	rig_close(&sc.rig);
+}
+
 KVT_TEST(injections_need_the_option)
 {
 	struct eng_options opt = {.kv = ENG_KV_FP8};
