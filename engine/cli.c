@@ -517,6 +517,19 @@ close:
 	return rc;
 }
 
+const char *eng_host_weights(const struct eng_host *h, char *buf, size_t bytes)
+{
+	const struct eng_config *c = &h->m->config;
+
+	if (h->m->weights != ENG_WEIGHTS_AS_IS || c->quant == ENG_QUANT_NONE)
+		snprintf(buf, bytes, "%s", eng_weights_name(h->m->weights));
+	else if (c->quant == ENG_QUANT_INT4)
+		snprintf(buf, bytes, "int4-g%u", c->quant_group);
+	else
+		snprintf(buf, bytes, "fp8");
+	return buf;
+}
+
 void eng_host_close(struct eng_host *h)
 {
 	signal_engine = NULL;

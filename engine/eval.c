@@ -99,7 +99,7 @@ static void print_result(const struct eng_cli *cli, struct eng_host *h,
 	double stderr_mean = s->nr > 1 ? sqrt(var / (double)(s->nr - 1)) : 0;
 	double kv_bytes = (double)kv_page_bytes(l) / l->page_tokens;
 	cJSON *o;
-	char *text;
+	char *text, name[32];
 
 	if (!cli->json) {
 		printf("loss per token %.5f +- %.5f over %llu tokens, %.0f bytes of K/V a token, "
@@ -109,7 +109,7 @@ static void print_result(const struct eng_cli *cli, struct eng_host *h,
 	}
 	o = cJSON_CreateObject();
 	cJSON_AddStringToObject(o, "schema", "kv-engine-eval/1");
-	cJSON_AddStringToObject(o, "weights", eng_weights_name(h->m->weights));
+	cJSON_AddStringToObject(o, "weights", eng_host_weights(h, name, sizeof(name)));
 	cJSON_AddStringToObject(o, "kv", eng_kv_str(cli->kv));
 	cJSON_AddNumberToObject(o, "nll_per_token", mean);
 	cJSON_AddNumberToObject(o, "stderr", stderr_mean);

@@ -239,4 +239,51 @@ KVT_TEST(revoked_page_of_the_writer_is_computed_again)
 	check_revoke(false, 2);
 }
 
+static void open_with_quota(const char *max)
+{
+	static char path[64];
+	const char *args[] = {"--config", path, "--host-bytes", "64MiB", NULL};
+	FILE *f;
+	int fd;
+
+	snprintf(path, sizeof(path), "/tmp/kvmd-test-XXXXXX");
+	fd = mkstemp(path);
+	f = fdopen(fd, "w");
+	KVT_EXPECT(f);
+	fprintf(f,
+		"{\"domains\":[{\"name\":\"d\",\"tenants\":[\"t\"]}],\"tenants\":[{\"name\":"
+		"\"t\",\"uids\":[%u],\"gpus\":[{\"gpu\":\"*\",\"max\":\"%s\"}]}]}",
+		getuid(), max);
+	fclose(f);
+	rig_kvmd(&rig, args);
+	unlink(path);
+	rig_model(&rig, "tiny-k2", ENG_WEIGHTS_AS_IS);
+	for (u32 i = 0; i < NR; i++)
+		rig_prompt(TEXT_AT + i, prompts[i], PROMPT);
+}
+
+/* The tenant may hold 5 pages: requests of 4 take turns, one of 8 is told at once. */
+KVT_TEST(quota_preempts_or_refuses_but_never_hangs)
+{
+	struct eng_options opt = {.kv = ENG_KV_FP8, .no_seal = true, .no_prefix = true};
+	static struct trace big;
+	struct eng_engine *e;
+	u32 text[500];
+
+	open_with_quota("1MiB");
+	e = rig_engine(&rig, &opt);
+	rig_prompt(TEXT_AT + NR, text, 500);
+	trace_submit(e, &t[0], prompts[0], PROMPT, NEW, true);
+	trace_submit(e, &big, text, 500, 4, true);
+	trace_submit(e, &t[1], prompts[1], PROMPT, NEW, true);
+	trace_submit(e, &t[2], prompts[2], PROMPT, NEW, true);
+	rig_run(e);
+	for (u32 i = 0; i < 3; i++)
+		KVT_EXPECT_STR(eng_finish_str(t[i].res.finish), "length");
+	KVT_EXPECT_EQ(big.res.finish, ENG_FINISH_NO_PAGES);
+	KVT_EXPECT_EQ(big.res.code, KV_QUOTA);
+	eng_engine_destroy(e);
+	rig_close(&rig);
+}
+
 KVT_MAIN()
