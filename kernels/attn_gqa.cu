@@ -57,8 +57,10 @@ template <int HD, bool FP8> struct gqa_cfg {
 	/* neighbouring heads of small pieces come by one copy: larger copies stream
 	 * faster */
 	static constexpr bool PAIR = PIECE <= 16384;
+	/* warps that merge need 8 results; the ring takes their place if none does */
 	static constexpr int STAGES =
-		(227 * 1024 - MERGE) / (PIECE + (FP8 ? 256 : 16) + 16) & ~1;
+		((227 * 1024 - MERGE) / (PIECE + (FP8 ? 256 : 16) + 16)) & ~1;
+	static constexpr int LONG = STAGES + NR_WARPS * PART / PIECE;
 };
 
 #define SEG_RING 32
@@ -76,13 +78,14 @@ struct gqa_seg {
 template <int HD, bool FP8> struct gqa_smem {
 	using C = gqa_cfg<HD, FP8>;
 	uint8_t ring[C::STAGES][C::PIECE];
-	uint8_t scales[C::STAGES][C::SCALES ? C::SCALES : 16];
-	float4 part[NR_WARPS][16 * HD / 4]; /* warps' results for the segment's merge */
+	float4 part[NR_WARPS][16 * HD / 4]; /* warps' results for the segment's merge, or
+					     * stages STAGES .. LONG - 1 of the ring */
+	uint8_t scales[C::LONG][C::SCALES ? C::SCALES : 16];
 	float2 ml[NR_WARPS][16];
 	struct plan_pending pend[2];   /* first, last segment */
 	struct gqa_seg segs[SEG_RING]; /* written by the producer */
-	uint64_t full[C::STAGES];
-	uint64_t empty[C::STAGES];
+	uint64_t full[C::LONG];
+	uint64_t empty[C::LONG];
 	uint32_t issued;	    /* pieces whose copies were started */
 	uint32_t segs_in;	    /* segments described in segs[] */
 	uint32_t segs_done;	    /* consumer warps that finished a segment, summed */
@@ -94,6 +97,44 @@ template <int HD, bool FP8> struct gqa_smem {
 
 /* ----------------------------------------------------------------------------- producer
  */
+
+/* How the warps share pieces: a piece takes nm warps (16 query rows each). */
+struct gqa_role {
+	uint32_t nm;	/* warps per piece */
+	uint32_t slots; /* pieces worked on at once */
+	uint32_t slot;	/* this warp's */
+	uint32_t row0;	/* its first query row */
+	bool idle;	/* left over */
+};
+
+KVK_DEV struct gqa_role role_of(const struct attn_params &p, uint32_t warp)
+{
+	uint32_t rows = p.q_len_max * p.group;
+	struct gqa_role r;
+
+	r.nm = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 48 ? 3 : 4;
+	r.slots = r.nm == 1 ? 8 : r.nm == 2 ? 4 : 2;
+	r.slot = warp / r.nm;
+	r.row0 = (warp % r.nm) * 16;
+	r.idle = r.slot >= r.slots;
+	return r;
+}
+
+/* Stage and round of ring position @seq. */
+struct ring_at {
+	uint32_t stage;
+	uint32_t round;
+};
+
+template <int HD, bool FP8> KVK_DEV struct ring_at ring_pos(uint32_t seq, bool is_long)
+{
+	using C = gqa_cfg<HD, FP8>;
+	struct ring_at r;
+
+	r.round = is_long ? seq / C::LONG : seq / C::STAGES;
+	r.stage = seq - r.round * (is_long ? C::LONG : C::STAGES);
+	return r;
+}
 
 /* Describe segment @i in the ring of segments once its place is free. */
 template <int HD, bool FP8>
@@ -120,21 +161,22 @@ KVK_DEV struct gqa_seg publish_seg(const struct attn_params &p,
 /* Start the copy of @gp neighbouring heads' pieces, ring positions @seq on. One lane. */
 template <int HD, bool FP8>
 KVK_DEV void copy_pieces(const struct attn_params &p, const uint8_t *at, uint32_t head,
-			 uint32_t seq, uint32_t gp, gqa_smem<HD, FP8> *sm,
+			 uint32_t seq, uint32_t gp, bool is_long, gqa_smem<HD, FP8> *sm,
 			 uint64_t policy)
 {
 	using C = gqa_cfg<HD, FP8>;
-	const uint32_t stage = seq % C::STAGES,
-		       flight = min(p.flight, (uint32_t)C::STAGES);
+	const struct ring_at r = ring_pos<HD, FP8>(seq, is_long);
+	const uint32_t stage = r.stage, flight = min(p.flight, (uint32_t)C::STAGES);
 	uint64_t *full = &sm->full[stage];
 
 	if (seq >= flight) {
-		uint32_t before = (seq - flight) & ~(gp - 1);
+		const struct ring_at b =
+			ring_pos<HD, FP8>((seq - flight) & ~(gp - 1), is_long);
 
-		mbar_wait(&sm->full[before % C::STAGES], before / C::STAGES & 1);
+		mbar_wait(&sm->full[b.stage], b.round & 1);
 	}
 	for (uint32_t i = 0; i < gp; i++)
-		mbar_wait(&sm->empty[stage + i], (seq / C::STAGES & 1) ^ 1);
+		mbar_wait(&sm->empty[stage + i], (r.round & 1) ^ 1);
 	mbar_arrive_expect(full, gp * (C::PIECE + (p.token_scales ? 256 : 0)));
 	bulk_load(sm->ring[stage], at + head * C::PIECE, gp * C::PIECE, full, policy);
 	if (FP8 && p.token_scales)
@@ -151,6 +193,7 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 	const uint64_t policy = policy_evict_first();
 	const int lane = threadIdx.x & 31;
 	const uint32_t gp = C::PAIR && cta.hbs >= 2 ? 2 : 1;
+	const bool is_long = cta.hbs == role_of(p, 0).slots;
 	uint32_t issued = 0;
 
 	for (uint32_t i = 0; i < cta.count; i++) {
@@ -173,9 +216,11 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 					p.base + __shfl_sync(~0u, off, j / g.hbs);
 				uint32_t head = g.s.hblk * g.hbs + j % g.hbs;
 
+				if (issued == 0)
+					grid_wait();
 				if (lane == 0)
-					copy_pieces<HD, FP8>(p, at, head, issued, gp, sm,
-							     policy);
+					copy_pieces<HD, FP8>(p, at, head, issued, gp,
+							     is_long, sm, policy);
 				issued += gp;
 			}
 		}
@@ -599,28 +644,6 @@ KVK_DEV void write_nan(const struct attn_params &p, const struct gqa_seg &g)
 			   make_float4(nan, nan, nan, nan));
 }
 
-/* How the warps share pieces: a piece takes nm warps (16 query rows each). */
-struct gqa_role {
-	uint32_t nm;	/* warps per piece */
-	uint32_t slots; /* pieces worked on at once */
-	uint32_t slot;	/* this warp's */
-	uint32_t row0;	/* its first query row */
-	bool idle;	/* left over */
-};
-
-KVK_DEV struct gqa_role role_of(const struct attn_params &p, uint32_t warp)
-{
-	uint32_t rows = p.q_len_max * p.group;
-	struct gqa_role r;
-
-	r.nm = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 48 ? 3 : 4;
-	r.slots = r.nm == 1 ? 8 : r.nm == 2 ? 4 : 2;
-	r.slot = warp / r.nm;
-	r.row0 = (warp % r.nm) * 16;
-	r.idle = r.slot >= r.slots;
-	return r;
-}
-
 /*
  * Merge the warps of a head and row block. A warp leaves its result and goes on; the one
  * that comes last folds all of them in warp order. @nth: segments merged before. Return:
@@ -697,7 +720,8 @@ KVK_DEV void consume_pieces(const struct attn_params &p, const struct gqa_seg &g
 	const int lane = threadIdx.x & 31;
 
 	for (uint32_t i = role.slot; i < g.nr_pieces && !role.idle; i += role.slots) {
-		uint32_t stage = (seq + i) % C::STAGES, phase = (seq + i) / C::STAGES & 1;
+		const struct ring_at at = ring_pos<HD, FP8>(seq + i, g.hbs == role.slots);
+		uint32_t stage = at.stage, phase = at.round & 1;
 		int32_t first = (int32_t)((g.s.page0 + i / g.hbs) * KV_PAGE_TOKENS);
 		int32_t valid = (int32_t)g.s.len - first;
 
@@ -749,6 +773,7 @@ KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, F
 		if (i == 0) {
 			spin_until(&sm->segs_in, 0);
 			g = sm->segs[0];
+			grid_wait();
 			load_q<HD, FP8>(p, g.s, g.s.hblk * g.hbs + role.slot % g.hbs,
 					role.row0, qf);
 		}
@@ -803,7 +828,7 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 	if (threadIdx.x == 0) {
 		uint32_t nm = role_of(p, 0).nm;
 
-		for (int i = 0; i < C::STAGES; i++) {
+		for (int i = 0; i < C::LONG; i++) {
 			mbar_init(&sm->full[i], 1);
 			mbar_init(&sm->empty[i], nm);
 		}
@@ -815,8 +840,7 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 		mbar_init_fence();
 	}
 	__syncthreads();
-	grid_launch_next();
-	grid_wait();
+	plan_enter(p);
 	if (warp >= NR_WARPS) {
 		regs_dec<40>();
 		if (warp == NR_WARPS)

@@ -296,6 +296,7 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 		if (i == 0) {
 			spin_until(&sm->segs_in, 0);
 			g = sm->segs[0];
+			grid_wait();
 			load_q<NTL, FP8>(p, g.s, qf);
 		}
 #pragma unroll
@@ -585,6 +586,7 @@ KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
 
 		spin_until(&sm->segs_in, i);
 		g = sm->segs[i % SEG_RING];
+		grid_wait();
 		__syncwarp();
 		if (lane == 0)
 			atoms_add_release(&sm->segs_done, 1);
@@ -676,8 +678,7 @@ __global__ void __launch_bounds__(mla_cfg<NTL, FP8>::NR_THREADS, 1)
 		mbar_init_fence();
 	}
 	__syncthreads();
-	grid_launch_next();
-	grid_wait();
+	plan_enter(p);
 	if (warp >= C::NR_WARPS) {
 		regs_dec<C::REGS_REST>();
 		if (warp == C::NR_WARPS)

@@ -75,7 +75,8 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 			for (uint32_t j = 0; j < n; j++) {
 				const uint8_t *at = p.base + __shfl_sync(~0u, off, j);
 
-				issued++;
+				if (issued++ == 0)
+					grid_wait();
 				if (lane == 0) {
 					uint32_t before = issued - 1 - flight;
 

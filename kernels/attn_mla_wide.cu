@@ -130,6 +130,7 @@ KVK_DEV void wgmma_64x64(float *d, const uint32_t *a, uint64_t desc, int use_d)
 KVK_DEV void load_q(const struct attn_params &p, const struct plan_seg &s,
 		    struct wide_smem *sm)
 {
+	grid_wait();
 	const uint32_t rows = s.q_len * p.nr_q_heads, first = s.hblk * WIDE;
 
 #pragma unroll 4
@@ -450,13 +451,9 @@ KVK_DEV void zero_tail(uint8_t *stage, int w, uint32_t valid)
 	__syncwarp();
 }
 
-/* M operands of 16 tokens (rows @at, @at + 8 rows): 4 tiles of 16 dims. */
-KVK_DEV void value_operands(uint32_t at, uint32_t (*a)[4])
+/* M operands of 16 tokens from their bytes: 4 tiles of 16 dims. */
+KVK_DEV void value_operands(const uint32_t *w0, const uint32_t *w1, uint32_t (*a)[4])
 {
-	uint32_t w0[4], w1[4];
-
-	lds_one(at, w0);
-	lds_one(at + 8 * LATENT, w1);
 #pragma unroll
 	for (int i = 0; i < 4; i++) {
 		e4m3x4_f16(__byte_perm(movmatrix_trans(w0[i]), 0, 0x3120), a[i][0],
@@ -466,25 +463,31 @@ KVK_DEV void value_operands(uint32_t at, uint32_t (*a)[4])
 	}
 }
 
-/* O^T += V^T P^T of a piece. */
+/*
+ * O^T += V^T P^T of a piece. One set of operands: registers are short, and while this
+ * warpgroup converts, the other two keep the matrix units busy.
+ */
 KVK_DEV void value_tile(uint32_t stage, int w, uint32_t pb, float (*o)[32])
 {
 	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
 	const uint32_t row = stage + g * LATENT + w / 2 * 128 + (2 * c + w % 2) * 16;
-	uint32_t a[2][4][4];
+	uint32_t a[4][4], w0[4], w1[4];
 
-	value_operands(row, a[0]);
+	lds_one(row, w0);
+	lds_one(row + 8 * LATENT, w1);
 #pragma unroll
 	for (int t = 0; t < 4; t++) {
+		if (t > 0)
+			wg_wait<0>();
+		value_operands(w0, w1, a);
 		wg_fence();
 #pragma unroll
 		for (int mt = 0; mt < 4; mt++)
-			wgmma_64x64<1>(o[mt], a[t & 1][mt], wg_desc(pb + t * 2048), 1);
+			wgmma_64x64<1>(o[mt], a[mt], wg_desc(pb + t * 2048), 1);
 		wg_commit();
 		if (t < 3) {
-			if (t > 0)
-				wg_wait<1>();
-			value_operands(row + (t + 1) * 16 * LATENT, a[(t + 1) & 1]);
+			lds_one(row + (t + 1) * 16 * LATENT, w0);
+			lds_one(row + (t + 1) * 16 * LATENT + 8 * LATENT, w1);
 		}
 	}
 	wg_wait<0>();
@@ -646,18 +649,17 @@ __global__ void __launch_bounds__(wide_cfg::NR_THREADS, 1)
 		mbar_init_fence();
 	}
 	__syncthreads();
-	grid_launch_next();
-	grid_wait();
+	plan_enter(p);
 	if (warp >= C::NR_WARPS) {
 		regs_dec<24>();
 		if (warp == C::NR_WARPS)
 			produce(p, p.mem.ctas[blockIdx.x], *p.step, sm);
 	} else if (warp < NR_SCORE) {
-		regs_inc<136>();
+		regs_dec<120>();
 		score_warps(p, p.mem.ctas[blockIdx.x].count, sm);
 		finish_cta(p, sm);
 	} else {
-		regs_inc<176>();
+		regs_inc<184>();
 		value_warps(p, p.mem.ctas[blockIdx.x].count, sm);
 		finish_cta(p, sm);
 	}

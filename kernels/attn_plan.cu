@@ -79,6 +79,8 @@ KVK_DEV uint32_t choose_hbs(const struct plan_args &a, uint32_t nr_active)
 
 	if (a.shape.hbs_force)
 		return min(a.shape.hbs_force, hbs);
+	if (nr_active * (a.shape.nr_heads / hbs) >= a.shape.nr_ctas * 3 / 8)
+		return hbs;
 	while (hbs > 1 && nr_active * (a.shape.nr_heads / hbs) < a.shape.nr_ctas / 2)
 		hbs >>= 1;
 	return hbs;
@@ -181,8 +183,6 @@ __global__ void __launch_bounds__(PLAN_THREADS)
 	uint32_t r_lo = min(threadIdx.x * per, a.nr_requests);
 	uint32_t r_hi = min(r_lo + per, a.nr_requests);
 
-	grid_launch_next();
-	grid_wait();
 	for (uint32_t i = threadIdx.x; i < PLAN_SLOTS * (1 + PLAN_SLICES);
 	     i += PLAN_THREADS)
 		a.mem.counters[i] = 0;

@@ -97,9 +97,16 @@ KVK_DEV uint64_t page_offset(const struct attn_params &p, uint32_t pfn)
 	       (uint64_t)(pfn & ((1u << p.shift) - 1)) * p.stride_bytes + p.layer_off;
 }
 
-KVK_DEV bool seg_passes(const struct attn_params &p, const struct plan_seg &s)
+/*
+ * Start of a decode kernel. With KVK_ATTN_PLAN the schedule, rows and verdicts are old: the
+ * launch that made the schedule let its successors start only after it had waited itself, so
+ * they may be read before grid_wait(). Queries, pages, slots and output may not.
+ */
+KVK_DEV void plan_enter(const struct attn_params &p)
 {
-	return kv_verdict_ok(p.verdicts[s.req], *p.step, s.nr_rows);
+	if (!(p.flags & KVK_ATTN_PLAN))
+		grid_wait();
+	grid_launch_next();
 }
 
 /* Slot (and counter) of a unit's part. */
