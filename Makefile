@@ -183,11 +183,12 @@ $(O)/$(1)/%: $(O)/obj/$(1)/%.o $(tlib-$(1)) $(patsubst %.c,$(O)/obj/%.o,$(wildca
 endef
 $(foreach d,$(TEST_DIRS),$(eval $(call test_rule,$(d))))
 
-# A driver in memfds that tests load in place of libcuda.so.1
-$(O)/tests/fake/libcuda.so: $(O)/obj/tests/fake/cuda.o
+# A driver in memfds and its NVML, which tests load in place of the real ones
+FAKES := $(O)/tests/fake/libcuda.so $(O)/tests/fake/libnvml.so
+$(FAKES): $(O)/tests/fake/lib%.so: $(O)/obj/tests/fake/%.o
 	$(call say,LD,$@)
 	$(Q)mkdir -p $(@D) && $(CC) -shared $(LDFLAGS) -o $@ $(filter %.o,$^)
-$(O)/tests/fault/cuda_backend: | $(O)/tests/fake/libcuda.so
+$(filter $(O)/tests/fault/% $(O)/tests/ipc/% $(O)/tests/unit/tools/%,$(TEST_BINS)): | $(FAKES)
 
 $(O)/tests/run: $(O)/obj/tests/run.o
 	$(call link,)
@@ -202,7 +203,7 @@ check: deps
 	$(Q)$(MAKE) --no-print-directory check-run
 
 # Scripts that print TAP are tests like any other.
-SCRIPT_TESTS := tests/model/check.sh tools/check-layers tests/e2e/demo.py
+SCRIPT_TESTS := tests/model/check.sh tools/check-layers tools/check-tour tests/e2e/demo.py
 
 check-run: tests
 	$(Q)rm -rf $(O)/tap
@@ -234,7 +235,8 @@ check-format:
 
 demo: deps
 	$(Q)$(MAKE) --no-print-directory $(if $(MUTANT),MUTANTS=1) all
-	$(Q)KV_BUILD=$(if $(MUTANT),build/mutants,$(O)) KV_MUTANT=$(MUTANT) tools/demo
+	$(Q)KV_BUILD=$(if $(MUTANT),build/mutants,$(O)) KV_MUTANT=$(MUTANT) \
+		KV_DEMO_JSON=$(O)/demo.json tools/demo
 
 deps install-deps:
 	$(Q)tools/install-deps

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * map.c - pools, their published tables, and extents in a reserved address range. Tour
- *7/12.
+ * map.c - pools, their tables, and extents in a reserved address range. Tour 7/12.
  *
  * A pool reserves addresses for all pages it can ever hold, once, without memory behind
  *them. An extent is mapped at index * extent_bytes once per (index, serial), when
