@@ -32,6 +32,7 @@ struct kvd_pool;
  * @seal_done: @pfn may be found from now on
  * @evict: take CACHED @pfn out of the index, kill it and put it into quarantine
  * @may_grow: may @pool's domain take @extent_bytes more from the device? (min of others)
+ * @may_shrink: may another domain get an extent of @pool? (min of its own)
  * @extent_live: a new extent: sessions of the pool must get it
  * @extent_draining: sessions that hold it must unmap it
  * @extent_gone: released to the backend
@@ -42,6 +43,7 @@ struct kvd_mm_ops {
 	void (*seal_done)(struct kvd_pool *pool, u32 pfn);
 	void (*evict)(struct kvd_pool *pool, u32 pfn);
 	bool (*may_grow)(struct kvd_pool *pool);
+	bool (*may_shrink)(struct kvd_pool *pool);
 	void (*extent_live)(struct kvd_pool *pool, u32 index);
 	void (*extent_draining)(struct kvd_pool *pool, u32 index);
 	void (*extent_gone)(struct kvd_pool *pool, u32 index);

@@ -71,11 +71,20 @@ void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
 
 /* --------------------------------------------------------------------------- index */
 
-static u32 *head_of(const struct kvd_pool *pool, const u8 *key)
+/*
+ * SipHash under the root key, which no client knows: SEAL names its parent, so a client can
+ * compute keys and would choose the chain that they fall on.
+ */
+u32 *kvd_prefix_head(const struct kvd_pool *pool, const u8 *key)
 {
+	u8 hash[crypto_shorthash_BYTES];
 	u32 h;
 
-	memcpy(&h, key, sizeof(h));
+	_Static_assert(crypto_shorthash_KEYBYTES == KV_KEY_BYTES, "root key as hash key");
+	crypto_shorthash(hash, key, KV_KEY_BYTES, pool->root_key);
+	memcpy(&h, hash, sizeof(h));
+	if (KV_MUTANT(index_not_keyed))
+		memcpy(&h, key, sizeof(h));
 	return &pool->hash_heads[h & pool->hash_mask];
 }
 
@@ -115,7 +124,7 @@ u32 kvd_prefix_find(const struct kvd_pool *pool, const u8 *key, const u32 *token
 {
 	u32 pfn;
 
-	for (pfn = *head_of(pool, key); pfn != KVD_PFN_NONE;
+	for (pfn = *kvd_prefix_head(pool, key); pfn != KVD_PFN_NONE;
 	     pfn = pool->links[pfn].hash_next) {
 		const struct kvd_frame *f = &pool->frames[pfn];
 
@@ -136,7 +145,7 @@ u32 kvd_prefix_find_key(const struct kvd_pool *pool, const u8 *key)
 {
 	u32 pfn;
 
-	for (pfn = *head_of(pool, key); pfn != KVD_PFN_NONE;
+	for (pfn = *kvd_prefix_head(pool, key); pfn != KVD_PFN_NONE;
 	     pfn = pool->links[pfn].hash_next) {
 		if (!memcmp(pool->frames[pfn].key, key, KV_KEY_BYTES))
 			return pfn;
@@ -158,7 +167,7 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 		       u32 parent, bool root)
 {
 	struct kvd_frame *f = &pool->frames[pfn];
-	u32 *head = head_of(pool, key);
+	u32 *head = kvd_prefix_head(pool, key);
 
 	kv_assert(!(f->flags & KVD_FRAME_INDEXED) && parent != pfn);
 	memcpy(f->key, key, KV_KEY_BYTES);
@@ -175,7 +184,7 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn)
 {
 	struct kvd_frame *f = &pool->frames[pfn];
-	u32 *at = head_of(pool, f->key);
+	u32 *at = kvd_prefix_head(pool, f->key);
 
 	kv_assert(f->flags & KVD_FRAME_INDEXED);
 	while (*at != pfn) {

@@ -104,6 +104,9 @@ int kvd_lookup_step(struct kvd_lookup_op *op);
 void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
 			 const u32 *tokens, u8 *ret_key);
 
+/** kvd_prefix_head() - head of the chain that entries with this key lie on */
+u32 *kvd_prefix_head(const struct kvd_pool *pool, const u8 *key);
+
 /** kvd_prefix_find_key() - an entry with this key, or KVD_PFN_NONE */
 u32 kvd_prefix_find_key(const struct kvd_pool *pool, const u8 *key);
 

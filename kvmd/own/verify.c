@@ -53,11 +53,10 @@ static void verify_index(const struct kvd_pool *pool, u32 pfn, struct kvd_findin
 {
 	const struct kvd_frame *f = &pool->frames[pfn];
 	bool indexed = f->flags & KVD_FRAME_INDEXED, found = false;
-	u32 h, at, steps = 0;
+	u32 at, steps = 0;
 
 	if (indexed) {
-		memcpy(&h, f->key, sizeof(h));
-		at = pool->hash_heads[h & pool->hash_mask];
+		at = *kvd_prefix_head(pool, f->key);
 		for (; at != KVD_PFN_NONE && steps++ < pool->geo.nr_pages && !found;
 		     at = pool->links[at].hash_next)
 			found = at == pfn;
