@@ -52,6 +52,7 @@ CFLAGS := -std=gnu11 $(OPT) -g -fPIC -fvisibility=hidden -pthread $(WARN) $(SANF
 LDFLAGS := -pthread $(SANFLAGS) -Wl,-z,relro,-z,now
 NVFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-parameter \
 	-Werror all-warnings --expt-relaxed-constexpr -I. -Iinclude -DCONFIG_CUDA \
+	$(if $(MUTANTS),-DKV_MUTANTS) \
 	$(foreach a,$(CUDA_ARCHS),-gencode=arch=compute_$(a)$(,)code=sm_$(a))
 CUDA_LIBS := $(if $(CONFIG_CUDA),-L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt)
 
