@@ -52,7 +52,7 @@ void eng_verdicts_read(struct eng_engine *e)
 			continue;
 		s->seq_ok[s->owner[i]] = false;
 	}
-	if (e->check_mode == KV_CHECK_STRICT)
+	if (e->session.check_mode == KV_CHECK_STRICT)
 		check_strict(e);
 }
 
