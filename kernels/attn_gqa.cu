@@ -267,8 +267,13 @@ KVK_DEV void load_q(const struct attn_params &p, const struct plan_seg &s, uint3
 				   (ks % C::KPC) * 4;
 			uint2 v = make_uint2(0, 0);
 
-			if (in && !p.act_f32)
-				v = *(const uint2 *)((const __nv_bfloat16 *)p.q + d);
+			if (in && !p.act_f32) {
+				const __nv_bfloat16 *src = (const __nv_bfloat16 *)p.q + d;
+
+				/* not one 8-byte load: that would tie x and y to neighbouring
+				 * registers, where the matrix unit does not want them */
+				v = make_uint2(ldg32(src), ldg32(src + 2));
+			}
 			if (in && p.act_f32) {
 				float4 f = *(const float4 *)((const float *)p.q + d);
 
@@ -447,11 +452,17 @@ KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
 #pragma unroll
 		for (int e = 0; e < 4; e++) {
 			s[jt][e] *= e & 1 ? k.y : k.x;
-			if (pc.tail && 8 * jt + 2 * c + (e & 1) >= pc.limit[e / 2])
-				s[jt][e] = -INFINITY;
-			mx[e / 2] = fmaxf(mx[e / 2], s[jt][e]);
 		}
 	}
+	if (pc.tail) {
+#pragma unroll
+		for (int i = 0; i < 32; i++)
+			if (i / 4 * 8 + 2 * c + (i & 1) >= pc.limit[i / 2 & 1])
+				s[i / 4][i % 4] = -INFINITY;
+	}
+#pragma unroll
+	for (int i = 0; i < 32; i++)
+		mx[i / 2 & 1] = fmaxf(mx[i / 2 & 1], s[i / 4][i % 4]);
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
 		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 1));

@@ -28,6 +28,7 @@
 #define BAR_SCORE 2
 #define NR_SCORE  4
 #define NR_VALUE  8
+#define SLACK	  12.f /* P may grow to 2^12 before its reference is raised */
 
 struct wide_cfg {
 	static constexpr int ES = 1;
@@ -47,10 +48,10 @@ struct wide_smem {
 	uint8_t q[NR_KS / 4][WIDE][128]; /* f16 [64 permuted dims][row][dim] */
 	uint8_t p[2][TOKENS][128];	 /* f16 [buffer][token][row] */
 	uint8_t ring[C::STAGES][C::STAGE];
-	float cmax[2][NR_SCORE][WIDE]; /* a warp's largest scores */
-	float smax[2][NR_SCORE];       /* ... and latent scale */
-	float m[2][WIDE];	       /* running maximum before piece n at [n & 1] */
-	float f[2][WIDE];	       /* factors for the values' sums */
+	float cmax[NR_SCORE][WIDE]; /* a warp's largest scores, above m */
+	float smax[NR_SCORE];	    /* ... and latent scale */
+	float m[WIDE];		    /* reference of the exponents */
+	float f[2][WIDE];	    /* factors for the values' sums */
 	float fin_l[2][NR_SCORE][WIDE];
 	float fin_m[2][WIDE];
 	float fin_unit[2];
@@ -126,29 +127,38 @@ KVK_DEV void wgmma_64x64(float *d, const uint32_t *a, uint64_t desc, int use_d)
 /* ------------------------------------------------------------------------------ queries
  */
 
+/* Sixteen neighbouring dims of a query row: four k-steps of lane c. */
+KVK_DEV void load_q16(const struct attn_params &p, size_t d, bool in, float *v)
+{
+#pragma unroll
+	for (int i = 0; i < 16; i += 2) {
+		float2 x = in ? act_load2(p, d + i) : make_float2(0.f, 0.f);
+
+		v[i] = x.x;
+		v[i + 1] = x.y;
+	}
+}
+
 /* The block's queries to shared memory as f16, in the k-steps' order; all consumers. */
 KVK_DEV void load_q(const struct attn_params &p, const struct plan_seg &s,
 		    struct wide_smem *sm)
 {
-	grid_wait();
 	const uint32_t rows = s.q_len * p.nr_q_heads, first = s.hblk * WIDE;
 
-#pragma unroll 4
-	for (uint32_t i = threadIdx.x; i < WIDE * NR_KS * 4;
-	     i += wide_cfg::NR_WARPS * 32) {
-		uint32_t c = i % 4, ks = i / 4 % NR_KS, row = i / (4 * NR_KS);
+	grid_wait();
+#pragma unroll 3
+	for (uint32_t i = threadIdx.x; i < WIDE * NR_KS; i += wide_cfg::NR_WARPS * 32) {
+		uint32_t c = i % 4, ks = i / 4 % (NR_KS / 4) * 4, row = i / NR_KS;
 		size_t d = ((size_t)s.q0 * p.nr_q_heads + first + row) * (LATENT + ROPE) +
 			   ks_dim<true>(ks, c);
 		uint8_t *dst = sm->q[ks / 4][row] + c * 4;
-		float2 x = make_float2(0.f, 0.f), y = x;
+		float v[16];
 
-		if (first + row < rows) {
-			x = act_load2(p, d);
-			y = act_load2(p, d + 2);
-		}
-		*(uint32_t *)(dst + ((ks % 4 * 2) ^ (row & 7)) * 16) = pack_f16(x.x, x.y);
-		*(uint32_t *)(dst + ((ks % 4 * 2 + 1) ^ (row & 7)) * 16) =
-			pack_f16(y.x, y.y);
+		load_q16(p, d, first + row < rows, v);
+#pragma unroll
+		for (int k = 0; k < 8; k++) /* chunk k: k-step ks + k / 2, half k % 2 */
+			*(uint32_t *)(dst + (k ^ (row & 7)) * 16) =
+				pack_f16(v[2 * k], v[2 * k + 1]);
 	}
 	fence_proxy_async();
 	bar_sync(BAR_ALL, wide_cfg::NR_WARPS * 32);
@@ -243,30 +253,24 @@ KVK_DEV void token_scales(const struct attn_params &p, uint32_t sc, int t0, int3
 	}
 }
 
-/* Mask and scale; the warp's largest score of each query row goes to sm->cmax. */
-KVK_DEV void score_max(const struct attn_params &p, const struct plan_seg &sg, int t0,
-		       int32_t valid, const float *sl, float *s, int w, uint32_t buf,
-		       struct wide_smem *sm)
+/* Exponents: s = s * k - m, masked. Return: some exponent of this lane is too large. */
+KVK_DEV bool score_exponents(const struct attn_params &p, const struct plan_seg &sg,
+			     int t0, int32_t valid, const float *sl, float *s,
+			     const struct wide_smem *sm)
 {
 	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
 	const bool tail = valid - (int32_t)sg.q_len + 1 < (int32_t)TOKENS;
-	float mx = fmaxf(sl[0], sl[1]);
+	const float k[2] = {sl[0] * p.scale, sl[1] * p.scale};
+	float top = -INFINITY;
 
-	mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 4));
-	mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 8));
-	mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 16));
-	if (lane == 0)
-		sm->smax[buf][w] = mx;
 #pragma unroll
 	for (int j = 0; j < 8; j++) {
-		float m[2];
+		float2 m = *(const float2 *)&sm->m[8 * j + 2 * c];
 
 #pragma unroll
-		for (int e = 0; e < 4; e++)
-			s[4 * j + e] *= sl[e / 2] * p.scale;
-		if (tail)
-#pragma unroll
-			for (int e = 0; e < 4; e++) {
+		for (int e = 0; e < 4; e++) {
+			s[4 * j + e] = fmaf(s[4 * j + e], k[e / 2], e % 2 ? -m.y : -m.x);
+			if (tail) {
 				uint32_t row = sg.hblk * WIDE + 8 * j + 2 * c + e % 2;
 				int32_t limit = valid - (int32_t)sg.q_len + 1 +
 						(int32_t)(row / p.nr_q_heads);
@@ -274,88 +278,108 @@ KVK_DEV void score_max(const struct attn_params &p, const struct plan_seg &sg, i
 				if (t0 + g + e / 2 * 8 >= limit)
 					s[4 * j + e] = -INFINITY;
 			}
-#pragma unroll
-		for (int e = 0; e < 2; e++) {
-			m[e] = fmaxf(s[4 * j + e], s[4 * j + 2 + e]);
-			m[e] = fmaxf(m[e], __shfl_xor_sync(~0u, m[e], 4));
-			m[e] = fmaxf(m[e], __shfl_xor_sync(~0u, m[e], 8));
-			m[e] = fmaxf(m[e], __shfl_xor_sync(~0u, m[e], 16));
+			top = fmaxf(top, s[4 * j + e]);
 		}
+	}
+	return top > SLACK;
+}
+
+/* The warp's largest exponents and scale to shared memory. */
+KVK_DEV void score_max(const float *sl, const float *s, int w, struct wide_smem *sm)
+{
+	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
+	float mx = fmaxf(sl[0], sl[1]);
+
+	mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 4));
+	mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 8));
+	mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 16));
+	if (lane == 0)
+		sm->smax[w] = mx;
+#pragma unroll
+	for (int k = 0; k < 16; k++) {
+		float m = fmaxf(s[4 * (k / 2) + k % 2], s[4 * (k / 2) + 2 + k % 2]);
+
+		m = fmaxf(m, __shfl_xor_sync(~0u, m, 4));
+		m = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
+		m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
 		if (g == 0)
-			*(float2 *)&sm->cmax[buf][w][8 * j + 2 * c] =
-				make_float2(m[0], m[1]);
+			sm->cmax[w][8 * (k / 2) + 2 * c + k % 2] = m;
 	}
 }
 
-/* After all warps' maxima are there: P, the factors and the sums. @n: piece of the
- * segment. */
-KVK_DEV void score_probs(const struct attn_params &p, int t0, const float *sl, float *s,
-			 int w, uint32_t n, uint32_t buf, struct wide_state &st,
+/*
+ * The rare path: raise the reference m to the integer above the largest score (the first piece
+ * of a segment also lowers it), with the factors for sums taken so far. The four warps agree.
+ */
+KVK_DEV void score_raise(const struct attn_params &p, const float *sl, float *s, int w,
+			 bool first, uint32_t buf, struct wide_state &st,
+			 struct wide_smem *sm)
+{
+	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
+	float unit = st.unit, du;
+
+	score_max(sl, s, w, sm);
+	bar_sync(BAR_SCORE, NR_SCORE * 32);
+	if (p.token_scales) {
+		float smax = 0.f;
+
+		for (int i = 0; i < NR_SCORE; i++)
+			smax = fmaxf(smax, sm->smax[i]);
+		if (smax > 0.f)
+			unit = fmaxf(unit, ceilf(__log2f(smax)));
+	}
+	du = exp2_fast(st.unit - unit);
+	st.unit = unit;
+#pragma unroll
+	for (int k = 0; k < 16; k++) {
+		const int col = 8 * (k / 2) + 2 * c + k % 2;
+		float d = -INFINITY, cr;
+
+#pragma unroll
+		for (int i = 0; i < NR_SCORE; i++)
+			d = fmaxf(d, sm->cmax[i][col]);
+		d = first && d > -INFINITY ? ceilf(d) : fmaxf(ceilf(d), 0.f);
+		cr = first ? 0.f : exp2_fast(-d);
+		st.l[k] *= cr;
+		s[4 * (k / 2) + k % 2] -= d;
+		s[4 * (k / 2) + 2 + k % 2] -= d;
+		if (g == 0 && k / 4 == w) {
+			sm->m[col] += d;
+			sm->f[buf][col] = cr * du;
+		}
+	}
+	bar_sync(BAR_SCORE, NR_SCORE * 32);
+}
+
+/* P of the piece to shared memory and the sums. */
+KVK_DEV void score_probs(const struct attn_params &p, int t0, const float *sl,
+			 const float *s, uint32_t buf, struct wide_state &st,
 			 struct wide_smem *sm)
 {
 	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
 	const uint32_t pb = smem_addr(sm->p[buf]) + (t0 + g) * 128 + c * 4;
-	float unit = st.unit, sv[2] = {1.f, 1.f}, smax = 0.f;
-	bool changed = false;
+	const float u = p.token_scales ? exp2_fast(-st.unit) : 1.f;
+	const float sv[2] = {p.token_scales ? sl[0] * u : 1.f,
+			     p.token_scales ? sl[1] * u : 1.f};
 
-	if (p.token_scales) {
-		for (int i = 0; i < NR_SCORE; i++)
-			smax = fmaxf(smax, sm->smax[buf][i]);
-		if (smax > 0.f)
-			unit = fmaxf(unit, ceilf(__log2f(smax)));
-		sv[0] = sl[0] * exp2_fast(-unit);
-		sv[1] = sl[1] * exp2_fast(-unit);
-	}
 #pragma unroll
-	for (int j = 0; j < 8; j++) {
-		float2 old = make_float2(-INFINITY, -INFINITY), m = old, mu, cr;
-
-		if (n)
-			old = *(const float2 *)&sm->m[n & 1][8 * j + 2 * c];
-#pragma unroll
-		for (int i = 0; i < NR_SCORE; i++) {
-			float2 v = *(const float2 *)&sm->cmax[buf][i][8 * j + 2 * c];
-
-			m.x = fmaxf(m.x, v.x);
-			m.y = fmaxf(m.y, v.y);
-		}
-		m.x = fmaxf(ceilf(m.x), old.x);
-		m.y = fmaxf(ceilf(m.y), old.y);
-		mu.x = m.x == -INFINITY ? 0.f : m.x;
-		mu.y = m.y == -INFINITY ? 0.f : m.y;
-		cr.x = exp2_fast(old.x - mu.x);
-		cr.y = exp2_fast(old.y - mu.y);
-		changed |= m.x != old.x || m.y != old.y;
-		if (g == 0 && j / 2 == w) {
-			float du = exp2_fast(st.unit - unit);
-
-			*(float2 *)&sm->m[~n & 1][8 * j + 2 * c] = m;
-			*(float2 *)&sm->f[buf][8 * j + 2 * c] =
-				make_float2(cr.x * du, cr.y * du);
-		}
+	for (int j = 0; j < 8; j++)
 #pragma unroll
 		for (int h = 0; h < 2; h++) {
-			float x = exp2_fast(s[4 * j + 2 * h] - mu.x);
-			float y = exp2_fast(s[4 * j + 2 * h + 1] - mu.y);
+			float x = exp2_fast(s[4 * j + 2 * h]);
+			float y = exp2_fast(s[4 * j + 2 * h + 1]);
 			uint32_t v = pack_f16(x * sv[h], y * sv[h]);
 
-			st.l[2 * j] = h ? st.l[2 * j] + x : st.l[2 * j] * cr.x + x;
-			st.l[2 * j + 1] =
-				h ? st.l[2 * j + 1] + y : st.l[2 * j + 1] * cr.y + y;
+			st.l[2 * j] += x;
+			st.l[2 * j + 1] += y;
 			asm volatile("st.shared.u32 [%0], %1;" ::"r"(pb + h * 1024 +
 								     ((j ^ g) << 4)),
 				     "r"(v)
 				     : "memory");
 		}
-	}
-	changed = __any_sync(~0u, changed || unit != st.unit);
-	if (w == 0 && lane == 0)
-		sm->changed[buf] = changed;
-	st.unit = unit;
 }
 
-KVK_DEV void score_end(uint32_t i, uint32_t n, int w, struct wide_state &st,
-		       struct wide_smem *sm)
+KVK_DEV void score_end(uint32_t i, int w, struct wide_state &st, struct wide_smem *sm)
 {
 	const int lane = threadIdx.x & 31;
 
@@ -370,13 +394,13 @@ KVK_DEV void score_end(uint32_t i, uint32_t n, int w, struct wide_state &st,
 		if (lane < 4)
 			sm->fin_l[i & 1][w][8 * (k / 2) + 2 * lane + k % 2] = l;
 	}
-	bar_sync(BAR_SCORE, NR_SCORE * 32); /* sm->m of the last piece is written */
 	if (w == 0) {
-		sm->fin_m[i & 1][lane] = n ? sm->m[n & 1][lane] : -INFINITY;
-		sm->fin_m[i & 1][lane + 32] = n ? sm->m[n & 1][lane + 32] : -INFINITY;
+		sm->fin_m[i & 1][lane] = sm->m[lane];
+		sm->fin_m[i & 1][lane + 32] = sm->m[lane + 32];
 		if (lane == 0)
 			sm->fin_unit[i & 1] = st.unit;
 	}
+	bar_sync(BAR_SCORE, NR_SCORE * 32); /* before m is set for the next segment */
 	__syncwarp();
 	if (lane == 0) {
 		mbar_arrive(&sm->fin_full[i & 1]);
@@ -398,6 +422,8 @@ KVK_DEV void score_warps(const struct attn_params &p, uint32_t count,
 
 		spin_until(&sm->segs_in, i);
 		g = sm->segs[i % SEG_RING];
+		if (lane < 16)
+			sm->m[16 * w + lane] = 0.f;
 		load_q(p, g.s, sm);
 		st.unit = p.token_scales ? -126.f : 0.f;
 		for (uint32_t n = 0; n < g.nr_pieces; n++, seq++) {
@@ -416,16 +442,25 @@ KVK_DEV void score_warps(const struct attn_params &p, uint32_t count,
 				mbar_arrive(&sm->empty[stage]);
 			mbar_wait(&sm->p_empty[buf], (seq >> 1 & 1) ^ 1);
 			if (!(p.flags & KVK_ATTN_LOADS)) {
-				score_max(p, g.s, t0, valid, sl, s, w, buf, sm);
-				bar_sync(BAR_SCORE, NR_SCORE * 32);
-				score_probs(p, t0, sl, s, w, n, buf, st, sm);
+				bool raise =
+					score_exponents(p, g.s, t0, valid, sl, s, sm);
+
+				raise |= n == 0 ||
+					 (p.token_scales &&
+					  fmaxf(sl[0], sl[1]) > exp2_fast(st.unit));
+				raise = bar_or(BAR_SCORE, NR_SCORE * 32, raise);
+				if (raise)
+					score_raise(p, sl, s, w, n == 0, buf, st, sm);
+				if (w == 0 && lane == 0)
+					sm->changed[buf] = raise;
+				score_probs(p, t0, sl, s, buf, st, sm);
 				fence_proxy_async();
 			}
 			__syncwarp();
 			if (lane == 0)
 				mbar_arrive(&sm->p_full[buf]);
 		}
-		score_end(i, g.nr_pieces, w, st, sm);
+		score_end(i, w, st, sm);
 	}
 }
 
@@ -534,8 +569,9 @@ KVK_DEV void value_write(const struct attn_params &p, const struct plan_seg &s, 
 			f = l > 0.f ? f / l : l;
 		if (row >= rows)
 			continue;
-		if (slot && w == 0 && lane < 4)
-			((float2 *)slot)[row] = make_float2(sm->fin_m[i][row], l);
+		if (slot && w == 0 && lane < 4) /* nothing seen: m must not count */
+			((float2 *)slot)[row] =
+				make_float2(l == 0.f ? -INFINITY : sm->fin_m[i][row], l);
 		off = slot ? slot_o_off(rows) + (size_t)row * LATENT
 			   : mla_row_elem(p, s, WIDE, row);
 #pragma unroll

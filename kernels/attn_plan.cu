@@ -79,8 +79,6 @@ KVK_DEV uint32_t choose_hbs(const struct plan_args &a, uint32_t nr_active)
 
 	if (a.shape.hbs_force)
 		return min(a.shape.hbs_force, hbs);
-	if (nr_active * (a.shape.nr_heads / hbs) >= a.shape.nr_ctas * 3 / 8)
-		return hbs;
 	while (hbs > 1 && nr_active * (a.shape.nr_heads / hbs) < a.shape.nr_ctas / 2)
 		hbs >>= 1;
 	return hbs;
@@ -308,7 +306,12 @@ int plan_params(const struct kvk_attn_args *a, struct attn_params *ret_p)
 	p.nr_kv_heads = l->nr_kv_heads;
 	p.q_len_max = a->batch.q_len_max;
 	p.flags = a->flags;
-	p.flight = a->flags >> 16 & 15 ? a->flags >> 16 & 15 : 15;
+	/* measured: more on their way than this and DRAM loses rows */
+	p.flight = a->flags >> 16 & 15;
+	if (!p.flight)
+		p.flight = l->kind == KV_LAYOUT_MLA    ? 3
+			   : l->dtype == KV_DTYPE_E4M3 ? 6
+						       : 4;
 	p.act_f32 = a->act_dtype == KVK_F32;
 	p.token_scales = l->scale_kind == KV_SCALE_TOKEN;
 	if (l->scale_kind == KV_SCALE_STATIC)

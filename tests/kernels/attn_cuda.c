@@ -376,7 +376,7 @@ KVT_TEST_T(fallback_and_prefill_match_the_reference, 120)
 
 	for (int i = 0; i < 4; i++) {
 		if (i == 1)
-			l.latent_dim = 96;
+			l.latent_dim = 128;
 		if (i >= 2)
 			l = kvt_layout_gqa(i == 2 ? KV_DTYPE_BF16 : KV_DTYPE_E4M3,
 					   i == 2 ? KV_SCALE_NONE : KV_SCALE_TOKEN, 1, 2,
