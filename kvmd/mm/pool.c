@@ -53,7 +53,7 @@ static int regions_get(struct kvd_pool *pool)
 		goto put_frames;
 	r = region_get(mm, &pool->scratch_region, KVD_REGION_SCRATCH, pool->id,
 		       n * sizeof(struct kvd_link) +
-			       (u64)hash_size((u32)n) * sizeof(u32));
+			       2 * (u64)hash_size((u32)n) * sizeof(u32));
 	if (r)
 		goto put_tokens;
 	r = region_get(mm, &pool->table_region, KVD_REGION_TABLE, pool->id,
@@ -90,7 +90,8 @@ static void pool_format(struct kvd_pool *pool, const struct kvd_pool_params *p)
 	pool->links = pool->scratch_region.addr;
 	pool->hash_heads = (u32 *)(pool->links + n);
 	pool->hash_mask = hash_size(n) - 1;
-	memset(pool->hash_heads, 0xff, ((u64)pool->hash_mask + 1) * sizeof(u32));
+	pool->walk_heads = pool->hash_heads + pool->hash_mask + 1;
+	memset(pool->hash_heads, 0xff, 2 * ((u64)pool->hash_mask + 1) * sizeof(u32));
 	kvd_table_init(&pool->table, pool->table_region.addr, pool->id, p->fingerprint,
 		       pool->mm->table_epoch, n, pool->mm->grace.epoch);
 	kvd_freelist_init(&pool->free);

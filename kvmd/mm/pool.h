@@ -118,9 +118,10 @@ struct kvd_mm {
  * @starved_ns: when the last one failed; 0 = never
  * @pressure: level that sessions were told last
  * @hash_heads: prefix index, [hash_mask + 1] pfns
- * @hash_mask: power of two - 1
+ * @walk_heads: the same by token hash (own/walk.h)
+ * @hash_mask: power of two - 1, of both
  * @key_bits: bits of a key that count; 128, less only in tests (case O42)
- * @root_key, @personal: of the keys; filled by own/
+ * @root_key, @personal, @walk_key: of keys and token hashes; filled by own/
  * @nr_lookups .. @nr_seals: counters; hits and evictions in pages
  * @sweep_pfn: where the audit slice goes on
  */
@@ -156,10 +157,12 @@ struct kvd_pool {
 	u64 starved_ns;
 	u32 pressure;
 	u32 *hash_heads;
+	u32 *walk_heads;
 	u32 hash_mask;
 	u32 key_bits;
 	u8 root_key[KV_KEY_BYTES];
 	u8 personal[KV_KEY_BYTES];
+	u32 walk_key[KV_PAGE_TOKENS];
 	u64 nr_lookups, nr_hits, nr_allocs, nr_frees, nr_evictions, nr_seals;
 	u32 sweep_pfn;
 };
