@@ -74,7 +74,7 @@ KVD_OBJS := $(objs-kvmd) $(objs-kvmd/dbg) $(objs-kvmd/backend) $(objs-kvmd/mm) \
 	$(objs-kvmd/own) $(objs-kvmd/ipc)
 ENG_OBJS := $(objs-engine) $(objs-engine/model) $(objs-engine/run) $(objs-engine/http)
 
-LIB_KVD := -luring -lcjson -lsodium -ljemalloc
+LIB_KVD := -luring -lcjson -lsodium -ljemalloc -lm
 LIB_ENG := -lcjson -lpcre2-8 -lmicrohttpd -lsodium -fopenmp $(CUDA_LIBS) -lm
 LIB_KERN := -fopenmp $(CUDA_LIBS) -lm
 
@@ -189,7 +189,8 @@ FAKES := $(O)/tests/fake/libcuda.so $(O)/tests/fake/libnvml.so
 $(FAKES): $(O)/tests/fake/lib%.so: $(O)/obj/tests/fake/%.o
 	$(call say,LD,$@)
 	$(Q)mkdir -p $(@D) && $(CC) -shared $(LDFLAGS) -o $@ $(filter %.o,$^)
-$(filter $(O)/tests/fault/% $(O)/tests/ipc/% $(O)/tests/unit/tools/%,$(TEST_BINS)): | $(FAKES)
+$(filter $(O)/tests/fault/% $(O)/tests/ipc/% $(O)/tests/unit/client/% \
+	$(O)/tests/unit/tools/%,$(TEST_BINS)): | $(FAKES)
 
 $(O)/tests/run: $(O)/obj/tests/run.o
 	$(call link,)

@@ -135,6 +135,33 @@ static int read_info(struct cuda *cuda)
 	return 0;
 }
 
+/* Said here in one line, and not found out at the first export (cases O17). */
+static int check_abilities(struct cuda *cuda)
+{
+	static const struct {
+		int attr;
+		const char *name;
+	} needed[] = {
+		{KV_CU_ATTR_VMM, "virtual memory management"},
+		{KV_CU_ATTR_POSIX_FD, "export of memory as a file descriptor"},
+	};
+	kv_cu_result r;
+	int value;
+
+	for (size_t i = 0; i < KV_ARRAY_SIZE(needed); i++) {
+		value = 0;
+		r = cuda->cu.device_attr(&value, needed[i].attr, cuda->device);
+		if (r)
+			return start_failed(cuda, "cuDeviceGetAttribute", r);
+		if (value)
+			continue;
+		snprintf(cuda->error, sizeof(cuda->error), "%s lacks %s", cuda->info.name,
+			 needed[i].name);
+		return -EOPNOTSUPP;
+	}
+	return 0;
+}
+
 static int start(struct cuda *cuda)
 {
 	struct kv_cu_alloc_prop prop;
@@ -147,6 +174,8 @@ static int start(struct cuda *cuda)
 	err = find_device(cuda);
 	if (!err)
 		err = read_info(cuda);
+	if (!err)
+		err = check_abilities(cuda);
 	if (err)
 		return err;
 	prop = alloc_prop(cuda);

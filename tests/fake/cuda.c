@@ -16,6 +16,7 @@
  *	FAKE_CUDA_INIT_MS	time that cuInit takes
  *	FAKE_CUDA_NO_SCRUB	fresh memory holds old bytes (0xd1)
  *	FAKE_CUDA_NO_CONTEXT	"kvmd": a context made by a program of that name aborts it
+ *	FAKE_CUDA_LACKS		number of a device attribute that is 0
  *	FAKE_CUDA_MODE		compute mode (0)
  *
  * A context is an open memfd named after its process, which the fake NVML finds.
@@ -167,6 +168,9 @@ API kv_cu_result cuDeviceGetAttribute(int *value, int attr, kv_cu_device dev)
 	MAYBE_FAIL("cuDeviceGetAttribute");
 	(void)dev;
 	*value = 1;
+	if (attr == KV_CU_ATTR_POSIX_FD || attr == KV_CU_ATTR_VMM)
+		*value = !getenv("FAKE_CUDA_LACKS") ||
+			 atoi(getenv("FAKE_CUDA_LACKS")) != attr;
 	if (attr == KV_CU_ATTR_COMPUTE_MODE)
 		*value = getenv("FAKE_CUDA_MODE") ? atoi(getenv("FAKE_CUDA_MODE")) : 0;
 	return OK;

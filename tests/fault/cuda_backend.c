@@ -216,6 +216,26 @@ KVT_TEST(o10_gpu_is_matched_by_uuid)
 	kvd_cuda_destroy(be);
 }
 
+/* cases O17: mscclpp#467. What the device cannot do is one line at the start. */
+KVT_TEST(o17_missing_ability_is_named_at_the_start)
+{
+	struct kvd_extent_handle h;
+	struct kvd_backend *be;
+
+	use_fake();
+	setenv("FAKE_CUDA_LACKS", "103", 1);
+	KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_FAILED);
+	KVT_EXPECT_HAS(kvd_cuda_error(be), "file descriptor");
+	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), -EIO);
+	kvd_cuda_destroy(be);
+	setenv("FAKE_CUDA_LACKS", "102", 1);
+	KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_FAILED);
+	KVT_EXPECT_HAS(kvd_cuda_error(be), "virtual memory");
+	kvd_cuda_destroy(be);
+}
+
 KVT_TEST(two_gpus_need_a_uuid)
 {
 	struct kvd_backend *be;
