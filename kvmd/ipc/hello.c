@@ -311,6 +311,7 @@ static int pool_close(struct kvd_conn *conn, const struct kv_msg_pool_close *msg
 	}
 	kvd_serve_cancel(conn, msg->pool_id);
 	kvd_session_close_pool(conn->session, msg->pool_id);
+	kvd_out_forget(&conn->out, msg->pool_id);
 	return 0;
 }
 
