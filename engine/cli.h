@@ -39,6 +39,7 @@ struct eng_cli {
 	const char *unix_path;
 	const char *text;
 	const char *scale_text;
+	const char *nll_out;
 	const char *prompts[ENG_PROMPTS_MAX];
 	u32 nr_prompts;
 	u32 max_tokens;
