@@ -98,6 +98,17 @@ static struct kvc_req free_req(struct kvc_pool *pool, const struct kv_page_ref *
 				.src = refs};
 }
 
+/* A batch that did not get into the ring: back to the list, behind newer steps at worst. */
+static void put_back(struct kvc_pool *pool, const struct kv_page_ref *refs, u32 nr)
+{
+	for (u32 i = 0; i < nr; i++) {
+		struct kv_grant g = {.pfn = refs[i].pfn, .tag = refs[i].tag};
+
+		if (kvc_ret_add(pool, &g, 1))
+			kvc_log(pool->c, KVC_LOG_ERR, "pfn %u is lost", g.pfn);
+	}
+}
+
 /**
  * kvc_ret_send() - send what may go and wait for kvmd
  * @at_least: send only batches of that many pages
@@ -117,8 +128,11 @@ int kvc_ret_send(struct kvc_pool *pool, u32 at_least, u64 deadline_ns)
 		struct kvc_req req = free_req(pool, refs, nr);
 		int r = kvc_call(pool->c, &req, deadline_ns);
 
-		if (r < 0)
+		if (r < 0) {
+			if (!req.sent && !KV_MUTANT(unsent_frees_lost))
+				put_back(pool, refs, nr);
 			return r;
+		}
 		if (r == KV_STALE)
 			outcome = r;
 	}
@@ -136,13 +150,7 @@ void kvc_ret_post(struct kvc_pool *pool, struct kvc_link *link)
 		req = free_req(pool, refs, nr);
 		if (!kvc_ring_post(link, &req, KVC_FREE_ASYNC))
 			continue;
-		/* no room in the ring: back to the list, behind newer steps at worst */
-		for (u32 i = 0; i < nr; i++) {
-			struct kv_grant g = {.pfn = refs[i].pfn, .tag = refs[i].tag};
-
-			if (kvc_ret_add(pool, &g, 1))
-				kvc_log(pool->c, KVC_LOG_ERR, "pfn %u is lost", g.pfn);
-		}
+		put_back(pool, refs, nr);
 		return;
 	}
 }

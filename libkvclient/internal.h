@@ -68,6 +68,7 @@ enum kvc_slot_kind {
  * @ret: results are copied here on result 0; NULL: none wanted
  * @ret_unit: bytes of one result; @ret gets cqe.nr of them; 0 = all of @ret_bytes
  * @ret_nr, @ret_a: of the completion
+ * @sent: kvmd may have seen it
  */
 struct kvc_req {
 	u8 opcode;
@@ -84,6 +85,7 @@ struct kvc_req {
 	void *ret;
 	u32 ret_nr;
 	u64 ret_a;
+	bool sent;
 };
 
 struct kvc_slot {

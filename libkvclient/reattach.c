@@ -83,6 +83,9 @@ static int adopt(struct kvc *c, struct kvc_link *link, u64 deadline_ns)
 		if (!pool)
 			continue;
 		pool->broken = kvc_pool_attach_locked(pool, link, deadline_ns);
+		/* too late for this call, not for the next one: it connects anew */
+		if (pool->broken == -ETIMEDOUT)
+			kvc_link_dead_locked(link, -ETIMEDOUT);
 		if (link->dead)
 			return -ECONNRESET;
 		if (pool->broken)

@@ -467,6 +467,7 @@ int kvc_ring_call(struct kvc_link *link, struct kvc_req *req, u64 deadline_ns)
 	r = slot_get(link, req, KVC_SYNC, deadline_ns, &slot);
 	if (r)
 		return r;
+	req->sent = true;
 	submit(link, req, slot);
 	pthread_mutex_lock(&ring->lock);
 	for (;;) {
