@@ -175,6 +175,7 @@ static void kvd_prepare(struct kvd *kvd, const struct kvd_options *opt)
 	kvd->started_ns = kvd->now_ns = kv_now_ns();
 	kvd->tick_ns = kvd->now_ns + KVD_TICK_NS;
 	kvd->core_next_ns = KVD_CORE_IDLE;
+	kvd->proof.next_ns = ~0ull;
 	kvd->next_client_id = 1;
 	kvd->spins = may_spin(kvd);
 	list_init(&kvd->conns);
@@ -291,7 +292,8 @@ static void tick(struct kvd *kvd)
 /* 0: there is work now. */
 static u64 next_deadline(struct kvd *kvd)
 {
-	u64 deadline = KV_MIN(kvd->tick_ns, kvd->core_next_ns);
+	u64 deadline =
+		KV_MIN(KV_MIN(kvd->tick_ns, kvd->core_next_ns), kvd->proof.next_ns);
 
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns)
 		return 0;
@@ -338,6 +340,7 @@ int kvd_turn(struct kvd *kvd)
 	if (kvd_serve_awake(kvd))
 		kvd->last_entry_ns = kvd->now_ns;
 	kvd_serve_hashing(kvd);
+	kvd_proof_turn(kvd);
 	kvd->core_next_ns = kvd_core_run(&kvd->core);
 	if (kvd->requests.nr_parked)
 		kvd_serve_parked(kvd);
@@ -440,6 +443,7 @@ void kvd_fini(struct kvd *kvd)
 	 * well. */
 	kvd_core_fini(&kvd->core);
 	kvd_conn_reap_dead(kvd);
+	kvd_proof_fini(kvd);
 	kvd_loop_del(kvd->loop, &kvd->signal_watch);
 	kvd_memory_close(kvd);
 	kvd_loop_destroy(kvd->loop);

@@ -17,6 +17,7 @@
 #include "kvmd/ipc/listen.h"
 #include "kvmd/ipc/loop.h"
 #include "kvmd/ipc/optable.h"
+#include "kvmd/ipc/proof.h"
 #include "kvmd/ipc/request.h"
 #include "kvmd/ipc/state.h"
 #include "kvmd/memory.h"
@@ -74,6 +75,7 @@ struct kvd_options {
  * @state, @env, @gens: what must survive
  * @backend: owner
  * @memory: how @backend was chosen, and its start
+ * @proof: of the end of dead processes' GPU work
  * @core: page state
  * @loop: owner
  * @engine_listen, @admin_listen: sockets
@@ -102,6 +104,7 @@ struct kvd {
 	struct kvd_gen_source gens;
 	struct kvd_backend *backend;
 	struct kvd_memory memory;
+	struct kvd_proof proof;
 	struct kvd_core core;
 	struct kvd_loop *loop;
 	struct kvd_listen engine_listen;

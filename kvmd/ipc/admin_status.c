@@ -60,6 +60,13 @@ static void reasons_sessions(struct kvd *kvd, cJSON *reasons)
 	u32 raced = 0, unread = 0, ended = 0;
 
 	list_for_each_entry (conn, &kvd->conns, node) {
+		const char *proof = kvd_proof_text(conn);
+
+		if (proof)
+			reason(reasons, "GPU_WORK_UNPROVEN",
+			       "session %llu pid %d (%s) is gone with a step in flight: %s",
+			       (unsigned long long)conn->client_id, conn->cred.pid,
+			       conn->name, proof);
 		raced += conn->pidfd_raced;
 		unread += conn->undispatched_ns &&
 			  kvd->now_ns - conn->undispatched_ns > 100000000ull;
@@ -92,6 +99,10 @@ static void reasons_gpu(struct kvd *kvd, cJSON *reasons)
 		return;
 	if (m->fault[0])
 		reason(reasons, "GPU_POLICY", "pools are refused: %s", m->fault);
+	if (kvd->proof.last.result)
+		reason(reasons, "GPU_NO_NVML",
+		       "%s: an engine killed in a step keeps its pages from use",
+		       kvd->proof.last.error);
 	if (kvd_cuda_state(kvd->backend) == KVD_CUDA_FAILED)
 		reason(reasons, "GPU_FAILED", "no GPU memory: %s",
 		       kvd_cuda_error(kvd->backend));

@@ -19,6 +19,7 @@
 #include "kvmd/config.h"
 #include "kvmd/ipc/loop.h"
 #include "kvmd/ipc/msg.h"
+#include "kvmd/ipc/proof.h"
 #include "kvmd/ipc/ring.h"
 
 struct kvd;
@@ -44,6 +45,7 @@ enum kvd_conn_state { KVD_CONN_UNKNOWN, KVD_CONN_OPEN, KVD_CONN_CLOSED };
  * @out: messages that wait
  * @added: EXTENT_ADDED being collected; @added_fds its fds
  * @opening: POOL_OPEN runs: its extents are sent after the reply
+ * @proof: of the end of its GPU work
  * @held, @held_bytes: a POOL_OPEN that waits for the GPU to start; nothing is read
  * until then
  * @nr_requests: hashing or parked; @nr_parked: parked ones
@@ -79,6 +81,7 @@ struct kvd_conn {
 	struct kv_msg_extents added;
 	int added_fds[KV_MSG_FDS_MAX];
 	bool opening;
+	struct kvd_conn_proof proof;
 	struct kv_msg *held;
 	u32 held_bytes;
 	bool dead;

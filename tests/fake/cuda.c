@@ -57,6 +57,7 @@ static bool initialised;
 static struct fake_cuda_counts counts;
 static __thread kv_cu_ctx stack[8];
 static __thread unsigned depth;
+static pid_t ctx_pid;
 static int ctx_fds[DEVICES_MAX] = {-1, -1, -1, -1, -1, -1, -1, -1};
 static int visible[DEVICES_MAX], nr_visible;
 
@@ -395,6 +396,10 @@ API kv_cu_result cuDevicePrimaryCtxRetain(kv_cu_ctx *ctx, kv_cu_device dev)
 	forbidden();
 	if (dev < 0 || dev >= nr_visible)
 		return 101;
+	/* A forked child has its parent's descriptors and a context of its own. */
+	if (ctx_pid != getpid())
+		memset(ctx_fds, 0xff, sizeof(ctx_fds));
+	ctx_pid = getpid();
 	if (ctx_fds[dev] < 0) {
 		snprintf(name, sizeof(name), "fake-cuda-ctx-%d", getpid());
 		ctx_fds[dev] = memfd_create(name, MFD_CLOEXEC);
