@@ -195,33 +195,32 @@ struct gqa_piece {
 	float sv;
 };
 
-/* Scores to probabilities: scales, mask, running maximum; returns with P in a[][]. */
-template <int HD, bool FP8>
-KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
-		     float (*s)[4], gqa_acc<HD> &acc, uint32_t (*a)[4], uint32_t (*lo)[4])
+/* The V scales of a lane's tokens, and the largest V scale so far with them. */
+KVK_DEV float largest_scale(const struct gqa_piece &pc, float so_far, uint32_t *svw)
 {
 	const int c = threadIdx.x & 3;
-	const bool tok = FP8 && p.token_scales;
-	float mx[2] = {-INFINITY, -INFINITY}, corr[2], mu[2], sv_new = acc.sv_max,
-	      inv_sv = 1.f;
-	uint32_t svw[8];
-
-	if (tok) {
-		__half2 big = __float2half2_rn(0.f);
+	__half2 big = __float2half2_rn(0.f);
+	float sv;
 
 #pragma unroll
-		for (int jt = 0; jt < 8; jt++) {
-			__half2 h;
+	for (int jt = 0; jt < 8; jt++) {
+		__half2 h;
 
-			svw[jt] = lds32(pc.sc_addr + 128 + 16 * jt + 4 * c);
-			memcpy(&h, &svw[jt], 4);
-			big = __hmax2(big, h);
-		}
-		sv_new = fmaxf(sv_new, fmaxf(__low2float(big), __high2float(big)));
-		sv_new = fmaxf(sv_new, __shfl_xor_sync(~0u, sv_new, 1));
-		sv_new = fmaxf(sv_new, __shfl_xor_sync(~0u, sv_new, 2));
-		inv_sv = sv_new > 0.f ? 1.f / sv_new : 0.f;
+		svw[jt] = lds32(pc.sc_addr + 128 + 16 * jt + 4 * c);
+		memcpy(&h, &svw[jt], 4);
+		big = __hmax2(big, h);
 	}
+	sv = fmaxf(so_far, fmaxf(__low2float(big), __high2float(big)));
+	sv = fmaxf(sv, __shfl_xor_sync(~0u, sv, 1));
+	return fmaxf(sv, __shfl_xor_sync(~0u, sv, 2));
+}
+
+/* Scores times scales, masked; mx: the rows' largest. */
+KVK_DEV void scale_scores(const struct attn_params &p, const struct gqa_piece &pc,
+			  bool tok, float (*s)[4], float *mx)
+{
+	const int c = threadIdx.x & 3;
+
 #pragma unroll
 	for (int jt = 0; jt < 8; jt++) {
 		float2 k = make_float2(pc.sk, pc.sk);
@@ -231,9 +230,8 @@ KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
 		k.x *= p.scale;
 		k.y *= p.scale;
 #pragma unroll
-		for (int e = 0; e < 4; e++) {
+		for (int e = 0; e < 4; e++)
 			s[jt][e] *= e & 1 ? k.y : k.x;
-		}
 	}
 	if (pc.tail) {
 #pragma unroll
@@ -244,6 +242,58 @@ KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
 #pragma unroll
 	for (int i = 0; i < 32; i++)
 		mx[i / 2 & 1] = fmaxf(mx[i / 2 & 1], s[i / 4][i % 4]);
+}
+
+/* P as M operands (BF16: in two parts, one alone is off by 1e-3), and the rows' sums. */
+template <bool FP8>
+KVK_DEV void probs(float (*s)[4], const float *mu, bool tok, const uint32_t *svw,
+		   float inv_sv, float *l, uint32_t (*a)[4], uint32_t (*lo)[4])
+{
+#pragma unroll
+	for (int jt = 0; jt < 8; jt++) {
+		float2 v = make_float2(1.f, 1.f);
+
+		if (tok) {
+			v = unpack_f16(svw[jt]);
+			v.x *= inv_sv;
+			v.y *= inv_sv;
+		}
+#pragma unroll
+		for (int h = 0; h < 2; h++) {
+			float e0 = exp2_fast(s[jt][2 * h] - mu[h]);
+			float e1 = exp2_fast(s[jt][2 * h + 1] - mu[h]);
+			uint32_t *dst = &a[jt / 2][2 * (jt & 1) + h];
+
+			l[h] += e0 + e1;
+			if (FP8) {
+				*dst = pack_f16(e0 * v.x, e1 * v.y);
+			} else {
+				float2 f;
+
+				*dst = pack_bf16(e0, e1);
+				f = unpack_bf16(*dst);
+				lo[jt / 2][2 * (jt & 1) + h] =
+					pack_bf16(e0 - f.x, e1 - f.y);
+			}
+		}
+	}
+}
+
+/* Scores to probabilities: scales, mask, running maximum; returns with P in a[][]. */
+template <int HD, bool FP8>
+KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
+		     float (*s)[4], gqa_acc<HD> &acc, uint32_t (*a)[4], uint32_t (*lo)[4])
+{
+	const bool tok = FP8 && p.token_scales;
+	float mx[2] = {-INFINITY, -INFINITY}, corr[2], mu[2], sv_new = acc.sv_max,
+	      inv_sv = 1.f;
+	uint32_t svw[8];
+
+	if (tok) {
+		sv_new = largest_scale(pc, sv_new, svw);
+		inv_sv = sv_new > 0.f ? 1.f / sv_new : 0.f;
+	}
+	scale_scores(p, pc, tok, s, mx);
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
 		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 1));
@@ -269,34 +319,7 @@ KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
 		acc.m[1] = mx[1];
 		acc.sv_max = sv_new;
 	}
-#pragma unroll
-	for (int jt = 0; jt < 8; jt++) {
-		float2 v = make_float2(1.f, 1.f);
-
-		if (tok) {
-			v = unpack_f16(svw[jt]);
-			v.x *= inv_sv;
-			v.y *= inv_sv;
-		}
-#pragma unroll
-		for (int h = 0; h < 2; h++) {
-			float e0 = exp2_fast(s[jt][2 * h] - mu[h]);
-			float e1 = exp2_fast(s[jt][2 * h + 1] - mu[h]);
-
-			acc.l[h] += e0 + e1;
-			if (FP8) {
-				a[jt / 2][2 * (jt & 1) + h] =
-					pack_f16(e0 * v.x, e1 * v.y);
-			} else { /* P in two bf16 parts: one alone is off by 1e-3 */
-				uint32_t hi = pack_bf16(e0, e1);
-				float2 f = unpack_bf16(hi);
-
-				a[jt / 2][2 * (jt & 1) + h] = hi;
-				lo[jt / 2][2 * (jt & 1) + h] =
-					pack_bf16(e0 - f.x, e1 - f.y);
-			}
-		}
-	}
+	probs<FP8>(s, mu, tok, svw, inv_sv, acc.l, a, lo);
 }
 
 #endif /* KVK_ATTN_GQA_MATH_CUH */
