@@ -118,7 +118,14 @@ static int request_prepare(struct kvd_request *req)
 		if (r)
 			return r;
 	}
-	return kvd_ring_args(&conn->ring, sqe->arg_off, sqe->arg_bytes, req->args);
+	if (!(req->op->flags & KVD_OP_LATE))
+		return kvd_ring_args(&conn->ring, sqe->arg_off, sqe->arg_bytes,
+				     req->args);
+	/* All of it must lie inside before anything is done with a part. */
+	r = kvd_ring_room(&conn->ring, sqe->arg_off, sqe->arg_bytes, 0);
+	return r ? r
+		 : kvd_ring_args(&conn->ring, sqe->arg_off, req->op->arg_fixed,
+				 req->args);
 }
 
 /* Moves a request to where its answer says. */

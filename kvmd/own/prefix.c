@@ -329,24 +329,27 @@ static void lookup_walk(struct kvd_lookup_op *op, u32 max)
 
 int kvd_lookup_step(struct kvd_lookup_op *op)
 {
-	u32 want = KV_MIN(op->nr_tokens / KV_PAGE_TOKENS, op->hits_max);
+	u32 want = KV_MIN(op->nr_tokens / KV_PAGE_TOKENS, op->hits_max), here;
 
 	kv_assert(op->s->state == KVD_SESSION_LIVE && op->a->pool);
 	if (op->max_pages)
 		want = KV_MIN(want, op->max_pages);
-	for (u32 left = KVD_WALK_SLICE; left;) {
-		u32 max = KV_MIN(KV_MIN(want - op->nr, left), op->ahead), from = op->nr;
+	here = op->nr_ready ? KV_MIN(want, op->nr_ready) : want;
+	for (u32 left = KVD_WALK_SLICE; left && op->nr < here;) {
+		u32 max = KV_MIN(KV_MIN(here - op->nr, left), op->ahead), from = op->nr;
 
 		lookup_walk(op, max);
 		left -= op->nr - from;
-		if (op->nr - from == max && op->nr < want) {
+		if (op->nr - from == max) {
 			op->ahead = KV_MIN(op->ahead * 4, KVD_WALK_AHEAD);
 			continue;
 		}
 		op->ahead = 1;
-		if (op->nr == want || (left && !lookup_hash(op)))
+		if (!lookup_hash(op))
 			return op->nr ? 0 : KV_MISS;
 		left -= KV_MIN(left, KVD_WALK_SLICE / KVD_HASH_SLICE);
 	}
-	return op->nr < want ? -EAGAIN : 0;
+	if (op->nr < want)
+		return -EAGAIN;
+	return op->nr ? 0 : KV_MISS;
 }
