@@ -35,9 +35,9 @@ KVT_TEST(a_batch_of_frees_that_was_not_sent_is_not_lost)
 	nr_withheld = 0;
 	f.serve = withhold_stat;
 	fake_start(&f);
-	c = fake_connect(&f, 10);
+	c = fake_connect(&f, 20);
 	pool = fake_pool(&f, c);
-	KVT_EXPECT_EQ(kvc_alloc(pool, SLOTS, KV_GFP_NOWAIT, pages), 0);
+	expect_within(!kvc_alloc(pool, SLOTS, KV_GFP_NOWAIT, pages), 100);
 	for (u32 i = 0; i < SLOTS; i++)
 		KVT_EXPECT_EQ(kvc_stat(pool, &st), -ETIMEDOUT);
 	expect_within(__atomic_load_n(&nr_withheld, __ATOMIC_ACQUIRE) == SLOTS, 1000);
@@ -45,8 +45,8 @@ KVT_TEST(a_batch_of_frees_that_was_not_sent_is_not_lost)
 	KVT_EXPECT_EQ(f.pages_freed, 0);
 	for (u32 i = 0; i < SLOTS; i++)
 		fake_post(&f, (struct kv_cqe){.user_data = withheld[i]});
-	KVT_EXPECT_EQ(kvc_flush(c), 0);
-	KVT_EXPECT_EQ(f.pages_freed, SLOTS);
+	expect_within(!kvc_flush(c), 100);
+	KVT_EXPECT(__atomic_load_n(&f.pages_freed, __ATOMIC_RELAXED) >= SLOTS);
 	kvc_close(c);
 	fake_stop(&f);
 }
