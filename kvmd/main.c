@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -296,6 +297,18 @@ static int die_with_parent(pid_t parent)
 	return getppid() == parent ? 0 : -ECHILD;
 }
 
+/* An extent is a descriptor, and so is much of a session. */
+static void raise_nofile(void)
+{
+	struct rlimit lim;
+
+	if (getrlimit(RLIMIT_NOFILE, &lim) || lim.rlim_cur == lim.rlim_max)
+		return;
+	lim.rlim_cur = lim.rlim_max;
+	if (setrlimit(RLIMIT_NOFILE, &lim))
+		kvd_warn("main", "nofile: %s", strerror(errno));
+}
+
 int main(int argc, char **argv)
 {
 	static struct kvd kvd;
@@ -325,6 +338,7 @@ int main(int argc, char **argv)
 		fprintf(stderr, "kvmd: the parent is gone\n");
 		return 1;
 	}
+	raise_nofile();
 	r = kvd_init(&kvd, &cmd.opt, error);
 	if (r) {
 		fprintf(stderr, "kvmd: %s\n", error);
