@@ -4,20 +4,29 @@
  * 128 heads and drafts are cut into blocks of 64), on wgmma.
  *
  * Budget for a piece (a page, 64 tokens) and 64 rows, in clocks of an SM:
- *   matrix   64 x 64 x (576 + 512) x 2 flops at 4,096: 2,176
- *   memory   37,120 bytes at 18.6: 2,000
- *   shared   37 KB in, keys out 36 KB, values out 32 KB (two-way conflicts: 64 KB), Q as
- * N operand 72 KB, P as N operand 64 KB, P written 8 KB: 2,300 of 128 bytes convert
- * 69,632 values at 96: 725 The matrix units and shared memory are the walls. Staging FP8
- * as f16 tiles would add 220 KB of shared traffic a piece, so as in attn_mla.cu the
- * tokens (scores) and the latent dims (values) are M and their operands are built in
- * registers from the FP8 bytes; only Q and P lie in shared memory, swizzled for wgmma.
+ *
+ * - matrix: 64 x 64 x (576 + 512) x 2 flops at 4,096 a clock: 2,176
+ *
+ * - memory: 37,120 bytes at 18.6: 2,000
+ *
+ * - shared memory at 128 bytes: 37 KB in, keys out 36 KB, values out 32 KB with two-way
+ *   conflicts, Q as N operand 72 KB, P as N operand 64 KB, P in 8 KB: 2,300
+ *
+ * - conversion: 69,632 values at 96: 725
+ *
+ * The matrix units and shared memory are the walls. Staging FP8 as f16 tiles would add
+ * 220 KB of shared traffic a piece, so as in attn_mla.cu the tokens (scores) and the
+ * latent dims (values) are M and their operands are built in registers from the FP8
+ * bytes; only Q and P lie in shared memory, swizzled for wgmma.
  *
  * Roles: a producer warp; one warpgroup for the scores, 16 tokens a warp; two warpgroups
- * for the values, 64 dims a warp (4 tiles of 64 x 64 in registers). The score warps agree
- * on the running maximum (an integer in log2 units) through shared memory, so that P
- * needs no factor of its own; when it grows they publish the factors and the value warps
- * rescale.
+ * for the values, 64 dims a warp (4 tiles of 64 x 64 in registers). Exponents are taken
+ * relative to a reference m per query row (an integer in log2 units) that all score warps
+ * share. P may exceed it by 2^12; only if a score goes beyond that do the score warps
+ * agree on a larger m and publish the factors by which the value warps rescale.
+ *
+ * Measured: 5,500 clocks a piece. The score warpgroup's chain is serial within a piece;
+ * docs/performance-attn.md says what would shorten it.
  */
 #include "kernels/attn_mla_wide.cuh"
 
