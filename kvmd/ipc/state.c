@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -184,11 +185,16 @@ static int env_region_alloc(void *arg, struct kvd_region *r)
 	};
 	enum kvd_memfd_seals seals =
 		r->kind == KVD_REGION_TABLE ? KVD_MEMFD_TABLE : KVD_MEMFD_PRIVATE;
+	int e;
 
 	if (kvd_fault(r->kind == KVD_REGION_TABLE ? KVD_FAULT_table_alloc
 						  : KVD_FAULT_record_alloc))
 		return -ENOMEM;
-	return kvd_memfd_create(names[r->kind], r->size_bytes, seals, &r->addr, &r->fd);
+	e = kvd_memfd_create(names[r->kind], r->size_bytes, seals, &r->addr, &r->fd);
+	/* Where the host's shmem_enabled says advise; elsewhere it does nothing. */
+	if (!e && r->kind != KVD_REGION_LEASES && r->size_bytes >= KVD_REGION_HUGE)
+		madvise(r->addr, r->size_bytes, MADV_HUGEPAGE);
+	return e;
 }
 
 static void env_region_free(void *arg, struct kvd_region *r)

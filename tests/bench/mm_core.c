@@ -47,6 +47,9 @@ static int region_alloc(void *arg, struct kvd_region *reg)
 
 	if (p == MAP_FAILED)
 		return -ENOMEM;
+	/* As kvmd does: this is what a host with shmem_enabled = advise gets. */
+	if (reg->kind != KVD_REGION_LEASES && reg->size_bytes >= KVD_REGION_HUGE)
+		madvise(p, reg->size_bytes, MADV_HUGEPAGE);
 	reg->addr = p;
 	reg->fd = -1;
 	return 0;
