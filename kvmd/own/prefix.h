@@ -86,6 +86,7 @@ int kvd_seal_step(struct kvd_seal_op *op);
  * @parent, @parent_gen: pfn and generation of page @nr - 1
  * @walk: token hash up to page @nr - 1 (own/walk.h)
  * @ahead: pages to try by the next walk: few where the last one ended early
+ * @ahead_keys: pages to hash together next: few at first, most misses end there
  */
 struct kvd_lookup_op {
 	struct kvd_session *s;
@@ -102,6 +103,7 @@ struct kvd_lookup_op {
 	u64 parent_gen;
 	u64 walk;
 	u32 ahead;
+	u32 ahead_keys;
 };
 
 /** kvd_lookup_start() - set up @op; s .. hits_max are filled by the caller. Return: 0;
