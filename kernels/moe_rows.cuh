@@ -19,6 +19,7 @@
 #include "int4.h"
 #include "kernels.h"
 #include "moe_ptx.cuh"
+#include "quant.cuh"
 
 #define ROWS_WARPS 8u
 #define ROWS_BLOCK 128u /* columns */
@@ -195,6 +196,11 @@ __device__ __forceinline__ void load_b(const X *x, uint32_t k, uint32_t cols,
 		top = max(top, __shfl_xor_sync(~0u, top, 1));
 		top = max(top, __shfl_xor_sync(~0u, top, 2));
 		scale = kvk_fp8_act_scale(__uint_as_float(top));
+		const struct kvk_quant q = kvk_quant_make(scale);
+
+#pragma unroll
+		for (int j = 0; j < 4; j++)
+			kvk_quant_div(v[j], q);
 	}
 #pragma unroll
 	for (int i = 0; i < 16; i++) {
@@ -202,8 +208,7 @@ __device__ __forceinline__ void load_b(const X *x, uint32_t k, uint32_t cols,
 		struct rows_b &d = b[i / 4];
 
 		if (DTYPE == KVK_E4M3)
-			d.hi[i % 4] =
-				e4m3_two(__fdiv_rn(lo, scale), __fdiv_rn(hi, scale));
+			d.hi[i % 4] = e4m3_two(lo, hi);
 		else if (sizeof(X) == 4)
 			split_pair(lo, hi, d.hi[i % 4], d.lo[i % 4]);
 		else

@@ -8,6 +8,7 @@
 #define KVK_PLANE_CUH
 
 #include "kernels/dev.cuh"
+#include "kernels/quant.cuh"
 
 #define PLANE_DIM_MAX 1024u
 #define PLANE_GROUPS  (PLANE_DIM_MAX / 128) /* of four values in each lane */
@@ -122,40 +123,6 @@ KVK_DEV float plane_scale(const struct kvk_pages &p, u8 *part, const struct dev_
 	return kvk_f16_to_f32(h);
 }
 
-/* What turns a value into a code quickly: 1 / scale, where that is a good number. */
-struct plane_quant {
-	float scale;
-	float inverse;
-	bool quick;
-};
-
-KVK_DEV struct plane_quant plane_quant_make(float scale)
-{
-	struct plane_quant q;
-
-	q.scale = scale;
-	q.inverse = 1.0f / scale;
-	q.quick = scale > 0x1p-100f && scale < 0x1p100f;
-	return q;
-}
-
-/*
- * A quotient that has the code of kvk_div_rn(x, scale). x times 1 / scale is off by two
- * units in the last place at most; only where a tie between two codes is that near, or the
- * code is among the smallest, the division decides.
- */
-KVK_DEV float plane_div(float x, const struct plane_quant &q)
-{
-	float v = x * q.inverse;
-	u32 a = kvk_f32_bits(v) & 0x7fffffffu;
-	bool near = (a & 0xfffffu) - 0x7fff8u <= 16u || (a && a < 0x3c800000u);
-
-	/* the GPU's own quotient of a NaN has no sign */
-	if (kvk_is_nan(x))
-		return x;
-	return near || !q.quick ? kvk_div_rn(x, q.scale) : v;
-}
-
 /* Two codes, the first in the low byte; kvk_e4m3_encode() of both. */
 KVK_DEV u32 plane_codes(float lo, float hi)
 {
@@ -174,11 +141,13 @@ KVK_DEV u32 plane_codes(float lo, float hi)
 
 /* e4m3 codes of one group. */
 KVK_DEV void plane_put_e4m3(u8 *dst, const float (&x)[4], u32 nr,
-			    const struct plane_quant &q, bool vec, u32 *nr_nan)
+			    const struct kvk_quant &q, bool vec, u32 *nr_nan)
 {
-	u32 word = plane_codes(plane_div(x[0], q), plane_div(x[1], q)) |
-		   plane_codes(plane_div(x[2], q), plane_div(x[3], q)) << 16;
+	float v[4] = {x[0], x[1], x[2], x[3]};
+	u32 word;
 
+	kvk_quant_div(v, q);
+	word = plane_codes(v[0], v[1]) | plane_codes(v[2], v[3]) << 16;
 #pragma unroll
 	for (u32 e = 0; e < 4; e++)
 		*nr_nan += e < nr && kvk_e4m3_is_nan((u8)(word >> (8 * e)));
@@ -232,11 +201,11 @@ KVK_DEV u32 plane_store(const struct kvk_pages &p, u8 *part, const struct dev_pl
 {
 	const u32 dtype = p.layout.dtype, elem = kv_dtype_bytes(dtype);
 	u8 *dst = part + pl.off + (size_t)slot * pl.dim * elem;
-	struct plane_quant q = {};
+	struct kvk_quant q = {};
 	u32 nr_nan = 0;
 
 	if (dtype == KV_DTYPE_E4M3)
-		q = plane_quant_make(plane_scale(p, part, pl, slot, x));
+		q = kvk_quant_make(plane_scale(p, part, pl, slot, x));
 #pragma unroll
 	for (u32 j = 0; j < PLANE_GROUPS; j++) {
 		const u32 i = plane_at(j);
