@@ -204,27 +204,29 @@ static void expect_choice(const char *backend, const char *why, bool unused)
 
 KVT_TEST(auto_takes_the_gpu_if_there_is_one)
 {
-	static const char *const host_bytes[] = {"--host-bytes", "64MiB", NULL};
+	static const char *const automatic[] = {"--backend", "auto", NULL};
+	static const char *const host_bytes[] = {"--backend", "auto", "--host-bytes",
+						 "64MiB", NULL};
 
 	ipc_use_fake_cuda();
-	start_plain(NULL);
+	start_plain(automatic);
 	expect_choice("cuda", "has a device", false);
 	/* 90 % of 8 GiB, in whole 2 MiB */
 	setenv("FAKE_CUDA_DEVICES", "0", 1);
-	start_plain(NULL);
+	start_plain(automatic);
 	expect_choice("host", "no device", false);
 	setenv("FAKE_CUDA_DEVICES", "2", 1);
-	start_plain(NULL);
+	start_plain(automatic);
 	expect_choice("host", "--gpu", true);
 	unsetenv("FAKE_CUDA_DEVICES");
 	setenv("FAKE_CUDA_INIT", "803", 1);
-	start_plain(NULL);
+	start_plain(automatic);
 	expect_choice("host", "versions differ", true);
 	unsetenv("FAKE_CUDA_INIT");
 	start_plain(host_bytes);
 	expect_choice("host", "--host-bytes", false);
 	setenv("KV_CUDA_LIB", "/nonexistent/libcuda.so.1", 1);
-	start_plain(NULL);
+	start_plain(automatic);
 	expect_choice("host", "libcuda", false);
 }
 
@@ -242,7 +244,7 @@ KVT_TEST(options_that_contradict_are_refused)
 					   NULL};
 	static const char *const host[] = {"--backend", "host", "--gpu-bytes", "1GiB",
 					   NULL};
-	static const char *const uuid[] = {"--gpu", "GPU-12", NULL};
+	static const char *const uuid[] = {"--backend", "auto", "--gpu", "GPU-12", NULL};
 	static const char *const none[] = {"--backend", "cuda", NULL};
 
 	ipc_use_fake_cuda();
