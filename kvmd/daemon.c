@@ -283,6 +283,10 @@ static void tick(struct kvd *kvd)
 	kvd_conn_tick(kvd);
 	kvd_policy_sweep(kvd);
 	audit_tick(kvd);
+	if (!kvd->core.mm.draining_bytes)
+		kvd->draining_ns = 0;
+	else if (!kvd->draining_ns)
+		kvd->draining_ns = kvd->now_ns;
 	if (kvd->spare_fd < 0)
 		kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
 	kvd_listen_tick(&kvd->engine_listen);

@@ -90,6 +90,7 @@ struct kvd_options {
  * @started_ns, @now_ns, @tick_ns, @core_next_ns: times
  * @last_entry_ns: when the last ring entry was served
  * @spins: spinning is allowed
+ * @draining_ns: since when extents have waited for sessions to unmap them; 0 = none does
  * @pages_freed: a parked ALLOC may succeed now
  * @msg_buf: KV_MSG_BYTES_MAX bytes for receiving
  * @audit_errors, @audit_sweeps, @audit_last: of the background sweep
@@ -127,6 +128,7 @@ struct kvd {
 	u64 core_next_ns;
 	u64 last_entry_ns;
 	bool spins;
+	u64 draining_ns;
 	bool pages_freed;
 	bool stop;
 	u8 *msg_buf;
