@@ -189,6 +189,28 @@ KVT_TEST(failed_driver_is_a_health_code)
 	ipc_stop(&kvmd);
 }
 
+/* facts F-ctx, F-slice: no GPU time and no context memory for kvmd. */
+KVT_TEST(kvmd_makes_no_context)
+{
+	char path[64], target[128];
+	struct kv_sqe sqe;
+
+	start_cuda(NULL);
+	raw_open(&raw, &kvmd);
+	sqe = raw_sqe(&raw, KV_OP_ALLOC);
+	sqe.nr = 1;
+	sqe.ret_bytes = sizeof(struct kv_grant);
+	KVT_EXPECT_EQ(raw_call(&raw, sqe).result, 0);
+	for (int fd = 0; fd < 256; fd++) {
+		snprintf(path, sizeof(path), "/proc/%d/fd/%d", kvmd.pid, fd);
+		memset(target, 0, sizeof(target));
+		if (readlink(path, target, sizeof(target) - 1) > 0)
+			KVT_EXPECT(!strstr(target, "fake-cuda-ctx"));
+	}
+	raw_close(&raw);
+	ipc_stop(&kvmd);
+}
+
 /* ------------------------------------------------------------------- the choice */
 
 static void expect_choice(const char *backend, const char *why, bool unused)
