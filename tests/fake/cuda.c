@@ -16,6 +16,8 @@
  *	FAKE_CUDA_INIT_MS	time that cuInit takes
  *	FAKE_CUDA_NO_SCRUB	fresh memory holds old bytes (0xd1)
  *	FAKE_CUDA_NO_CONTEXT	"kvmd": a context made by a program of that name aborts it
+ *	FAKE_CUDA_FORK_BREAKS	a child of a process that called cuInit has no driver, as with
+ *				the real one
  *	FAKE_CUDA_LACKS		number of a device attribute that is 0
  *	FAKE_CUDA_MODE		compute mode (0)
  *
@@ -54,6 +56,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct handle handles[HANDLES_MAX];
 static unsigned nr_handles; /* entries ever used */
 static bool initialised;
+static pid_t init_pid; /* that called cuInit */
 static struct fake_cuda_counts counts;
 static __thread kv_cu_ctx stack[8];
 static __thread unsigned depth;
@@ -98,6 +101,9 @@ API kv_cu_result cuInit(unsigned flags)
 
 	if (getenv("FAKE_CUDA_INIT"))
 		return atoi(getenv("FAKE_CUDA_INIT"));
+	/* A child of a process that had called cuInit never gets a driver. */
+	if (initialised && init_pid != getpid() && getenv("FAKE_CUDA_FORK_BREAKS"))
+		return NOT_INIT;
 	if (ms)
 		usleep((useconds_t)atoi(ms) * 1000);
 	if (devices <= 0)
@@ -110,6 +116,7 @@ API kv_cu_result cuInit(unsigned flags)
 		if (*p >= '0' && *p <= '9')
 			visible[nr_visible++] = *p - '0';
 	initialised = true;
+	init_pid = getpid();
 	return flags ? INVALID : OK;
 }
 

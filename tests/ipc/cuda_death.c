@@ -14,7 +14,13 @@ static struct kvc_pool *pool;
 static void start(void)
 {
 	setenv("KVT_BACKEND", "cuda", 1);
+	/* as the real driver: victims are forked before this process calls cuInit */
+	setenv("FAKE_CUDA_FORK_BREAKS", "1", 1);
 	ipc_start(&kvmd, NULL);
+}
+
+static void watch(void)
+{
 	c = ipc_connect(&kvmd);
 	pool = ipc_pool(c);
 }
@@ -114,10 +120,13 @@ static void expect_kept(u32 nr, const char *why)
 KVT_TEST(killed_in_a_step_is_over_when_nvml_says_so)
 {
 	struct victim v = {.in_step = true};
+	pid_t pid;
 	u64 t0;
 
 	start();
-	kill_it(victim(&v));
+	pid = victim(&v);
+	watch();
+	kill_it(pid);
 	t0 = kv_now_ns();
 	expect_within(status_has("\"sessions\":1,"), 1000);
 	expect_within(in_quarantine() == 0, 1000);
@@ -130,9 +139,12 @@ KVT_TEST(killed_in_a_step_is_over_when_nvml_says_so)
 KVT_TEST(o19_fork_keeps_gpu_work_alive)
 {
 	struct victim v = {.in_step = true, .child = true};
+	pid_t pid;
 
 	start();
-	kill_it(victim(&v));
+	pid = victim(&v);
+	watch();
+	kill_it(pid);
 	expect_kept(8, "forked child");
 	kill(v.child_pid, SIGKILL);
 	expect_within(in_quarantine() == 0, 1000);
@@ -144,9 +156,12 @@ KVT_TEST(o19_fork_keeps_gpu_work_alive)
 KVT_TEST(o19_killed_between_steps_needs_no_proof)
 {
 	struct victim v = {.child = true};
+	pid_t pid;
 
 	start();
-	kill_it(victim(&v));
+	pid = victim(&v);
+	watch();
+	kill_it(pid);
 	expect_within(in_quarantine() == 0 && status_has("\"sessions\":1,"), 1000);
 	kill(v.child_pid, SIGKILL);
 	stop();
@@ -156,10 +171,13 @@ KVT_TEST(o19_killed_between_steps_needs_no_proof)
 KVT_TEST(process_that_nvml_never_listed_is_not_proven)
 {
 	struct victim v = {.in_step = true};
+	pid_t pid;
 
 	setenv("FAKE_NVML_BLIND", "1", 1);
 	start();
-	kill_it(victim(&v));
+	pid = victim(&v);
+	watch();
+	kill_it(pid);
 	expect_kept(8, "never listed");
 	stop();
 }
@@ -167,10 +185,13 @@ KVT_TEST(process_that_nvml_never_listed_is_not_proven)
 KVT_TEST(client_of_mps_is_not_proven)
 {
 	struct victim v = {.in_step = true};
+	pid_t pid;
 
 	setenv("FAKE_NVML_MPS", "1", 1);
 	start();
-	kill_it(victim(&v));
+	pid = victim(&v);
+	watch();
+	kill_it(pid);
 	expect_kept(8, "MPS");
 	stop();
 }
@@ -178,12 +199,17 @@ KVT_TEST(client_of_mps_is_not_proven)
 static void without_nvml(void)
 {
 	struct victim v = {.in_step = true}, idle = {.in_step = false};
+	pid_t pid, idle_pid;
 
 	start();
-	kill_it(victim(&idle));
-	expect_within(in_quarantine() == 0 && status_has("\"sessions\":1,"), 1000);
-	kill_it(victim(&v));
-	expect_kept(8, "NVML cannot say");
+	pid = victim(&v);
+	idle_pid = victim(&idle);
+	watch();
+	kill_it(idle_pid);
+	/* reaped at once; its pages wait for the other one's step as any page would */
+	expect_within(status_has("\"sessions\":2,"), 1000);
+	kill_it(pid);
+	expect_kept(16, "NVML cannot say");
 	KVT_EXPECT(status_has("GPU_NO_NVML"));
 	stop();
 }

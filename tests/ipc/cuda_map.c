@@ -574,8 +574,12 @@ KVT_TEST(o20_silent_slow_path)
 {
 	struct kv_grant page;
 
-	start(NULL);
+	setenv("FAKE_CUDA_FORK_BREAKS", "1", 1);
+	start_kvmd(NULL);
 	KVT_EXPECT_EQ(ipc_wait(ipc_child(import_fails, NULL)), 0);
+	c = connect_logged();
+	ipc_gpu_context(0);
+	pool = ipc_pool(c);
 	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &page), 0);
 	memset(kvc_page_addr(pool, page.pfn), 1, 4096);
 	stop();
