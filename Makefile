@@ -199,6 +199,7 @@ tests: all $(TEST_BINS) $(O)/tests/run
 kernels: $(O)/libkernels.a $(filter $(O)/tests/kernels/%,$(TEST_BINS)) $(O)/tests/run
 
 -include tests/bench/bundle.mk
+-include tests/emul/emul.mk
 
 # ---------------------------------------------------------------- checks
 check: deps
