@@ -106,8 +106,8 @@ static void show_progress(void *arg, u64 done, u64 total)
 	if (now == *percent)
 		return;
 	*percent = now;
-	fprintf(stderr, "\rweights to the GPU [%-40.*s] %3d %%%s", now * 40 / 100, bar,
-		now, done == total ? "\n" : "");
+	fprintf(stderr, "\rweights to the GPU [%-40.*s] %3d %%", now * 40 / 100, bar,
+		now);
 }
 
 static int create_engine(const struct eng_cli *cli, struct eng_host *h,
@@ -139,6 +139,8 @@ static int create_engine(const struct eng_cli *cli, struct eng_host *h,
 		rc = eng_engine_create(h->m, &opt, &h->e, &err);
 	}
 
+	if (percent >= 0)
+		fputc('\n', stderr);
 	if (!rc)
 		return ENG_EXIT_OK;
 	fprintf(stderr, "kv-engine: %s\n", err.text);

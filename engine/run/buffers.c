@@ -226,6 +226,7 @@ static int alloc_workspaces(struct eng_engine *e)
 		.top_k = c->top_k,
 		.act_dtype = e->mem->act_dtype,
 	};
+	size_t bytes;
 	int rc;
 
 	/* one workspace for all kinds of steps */
@@ -237,7 +238,10 @@ static int alloc_workspaces(struct eng_engine *e)
 		if (!e->w.layers[l].is_moe)
 			continue;
 		moe.experts = e->w.layers[l].experts;
-		a->moe_ws_bytes = KV_MAX(a->moe_ws_bytes, e->ops->moe_workspace(&moe));
+		bytes = e->ops->moe_workspace(&moe);
+		if (bytes == 0 && e->opt.device == ENG_DEVICE_CUDA)
+			return -ENOTSUP; /* a shape that is not built */
+		a->moe_ws_bytes = KV_MAX(a->moe_ws_bytes, bytes);
 	}
 	rc = get_dev(e, &a->attn_ws, 1, a->attn_ws_bytes);
 	if (!rc)
@@ -245,7 +249,8 @@ static int alloc_workspaces(struct eng_engine *e)
 	return rc;
 }
 
-/** eng_buffers_alloc() - step arrays, activations, workspaces. Return: 0; -ENOMEM; -EIO */
+/** eng_buffers_alloc() - step arrays, activations, workspaces. Return: 0; -ENOMEM; -EIO;
+ * -ENOTSUP the device's kernels are not built for the experts' shape */
 int eng_buffers_alloc(struct eng_engine *e)
 {
 	const struct eng_config *c = &e->m->config;

@@ -134,6 +134,18 @@ KVT_TEST(refusals_name_what_is_wrong)
 		 "--max-tokens -1"},
 		{"run --model $M/tiny-k2 --prompt x --weights bf17", 2, "--weights bf17"},
 		{"run --model $M/tiny-k2 --prompt x --tenant red", 2, "tenant"},
+		{"run --model $M/tiny-k2 --prompt x --device gpu", 2, "--device gpu"},
+		{"run --model $M/tiny-k2 --prompt x --gpu GPU-12", 2, "--gpu GPU-12"},
+		{"run --model $M/tiny-k2 --prompt x --device host --gpu "
+		 "GPU-00000000-0000-0000-0000-000000000000",
+		 2, "--device host"},
+		{"run --model $M/tiny-k2 --prompt x --device cuda --host-bytes 1GiB", 2,
+		 "--host-bytes 1GiB"},
+		{"run --model $M/tiny-k2 --prompt x --device cuda --kv f32", 2,
+		 "--kv f32"},
+		{"run --model $M/tiny-k2 --prompt x --device cuda --gpu "
+		 "GPU-00000000-0000-0000-0000-000000000000",
+		 3, "private kvmd"},
 		{"run --model /nonexistent --prompt x", 1, "/nonexistent"},
 		{"run --model $M/tiny-k2 --prompt x --socket /nonexistent/s", 3,
 		 "/nonexistent/s"},
