@@ -56,7 +56,7 @@ NVFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-p
 CUDA_LIBS := $(if $(CONFIG_CUDA),-L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt)
 
 # ---------------------------------------------------------------- directories
-DIRS := kvmd kvmd/dbg kvmd/backend kvmd/mm kvmd/own kvmd/ipc libkvclient kernels \
+DIRS := kvmd kvmd/dbg kvmd/backend kvmd/mm kvmd/own kvmd/keep kvmd/ipc libkvclient kernels \
 	engine engine/model engine/run engine/http \
 	tools/kvmctl tools/kvquant tools/kvbench tests/bench
 
@@ -70,7 +70,7 @@ endef
 $(foreach d,$(DIRS),$(eval $(call load_dir,$(d))))
 
 KVD_OBJS := $(objs-kvmd) $(objs-kvmd/dbg) $(objs-kvmd/backend) $(objs-kvmd/mm) \
-	$(objs-kvmd/own) $(objs-kvmd/ipc)
+	$(objs-kvmd/own) $(objs-kvmd/keep) $(objs-kvmd/ipc)
 ENG_OBJS := $(objs-engine) $(objs-engine/model) $(objs-engine/run) $(objs-engine/http)
 
 LIB_KVD := -luring -lcjson -lsodium -ljemalloc

@@ -124,6 +124,8 @@ static int core_start(struct kvd *kvd, const struct kvd_config *config, char *er
 		.stall_ns = config->stall_ms * KV_NSEC_PER_MSEC,
 		.idle_shrink_ns = config->idle_shrink_ms * KV_NSEC_PER_MSEC,
 		.test_layouts = kvd->opt.test_layouts,
+		.image = kvd->kept.image,
+		.keep = kvd->kept.image ? &kvd->kept.ops : NULL,
 	};
 	r = kvd_core_init(&kvd->core, &cfg);
 	if (r) {
@@ -141,12 +143,14 @@ static int sockets_open(struct kvd *kvd, char *error)
 
 	r = kvd_listen_open(kvd, &kvd->engine_listen, kvd->opt.socket_path,
 			    SOCK_SEQPACKET, kvd->opt.socket_mode, kvd_conn_accepted,
-			    error);
+			    kvd_kept_listen(kvd, 0), error);
 	if (r)
 		return r;
 	r = kvd_listen_open(kvd, &kvd->admin_listen, kvd->opt.admin_path, SOCK_STREAM,
-			    0600, kvd_admin_accepted, error);
-	if (r)
+			    0600, kvd_admin_accepted, kvd_kept_listen(kvd, 1), error);
+	if (!r)
+		r = kvd_kept_done(kvd);
+	else
 		kvd_listen_close(&kvd->engine_listen);
 	return r;
 }
@@ -175,6 +179,7 @@ static void kvd_prepare(struct kvd *kvd, const struct kvd_options *opt)
 	kvd->signal_fd = kvd->spare_fd = -1;
 	kvd->engine_listen.fd = kvd->admin_listen.fd = -1;
 	kvd->state.dir_fd = kvd->state.lock_fd = -1;
+	kvd->kept.keep.fd = kvd->kept.image_fd = -1;
 	kvd->started_ns = kvd->now_ns = kv_now_ns();
 	kvd->tick_ns = kvd->now_ns + KVD_TICK_NS;
 	kvd->core_next_ns = KVD_CORE_IDLE;
@@ -215,9 +220,15 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	r = kvd->msg_buf ? kvd_loop_create(kvd->opt.force_epoll, &kvd->loop) : -ENOMEM;
 	if (r)
 		goto free_requests;
+	r = kvd_kept_start(kvd, error);
+	if (r)
+		goto stop_kept;
 	r = core_start(kvd, config, error);
 	if (r)
-		goto destroy_loop;
+		goto stop_kept;
+	r = kvd_kept_adopt(kvd, error);
+	if (r)
+		goto fini_core;
 	r = kvd_policy_apply(kvd, config, error, &deferred);
 	if (r)
 		goto fini_core;
@@ -233,9 +244,14 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	free(config);
 	return 0;
 fini_core:
+	/* What was adopted is left as it is, for a kvmd that can serve it: the process
+	 * ends now, and the keeper has everything. */
+	if (kvd->kept.found)
+		goto free_config;
 	kvd_core_fini(&kvd->core);
 	kvd_host_destroy(kvd->backend);
-destroy_loop:
+stop_kept:
+	kvd_kept_stop(kvd, !kvd->kept.found);
 	kvd_loop_destroy(kvd->loop);
 free_requests:
 	kvd_requests_fini(&kvd->requests);
@@ -426,6 +442,10 @@ void kvd_fini(struct kvd *kvd)
 {
 	struct kvd_conn *conn, *tmp;
 
+	if (kvd->upgrade) { /* the keeper has it all; exec closes the rest */
+		kvd_kept_stop(kvd, false);
+		return;
+	}
 	kvd_inside_remove();
 	kvd_listen_close(&kvd->engine_listen);
 	kvd_listen_close(&kvd->admin_listen);
@@ -436,6 +456,7 @@ void kvd_fini(struct kvd *kvd)
 	 * well. */
 	kvd_core_fini(&kvd->core);
 	kvd_conn_reap_dead(kvd);
+	kvd_kept_stop(kvd, true);
 	kvd_loop_del(kvd->loop, &kvd->signal_watch);
 	kvd_loop_destroy(kvd->loop);
 	kvd_host_destroy(kvd->backend);

@@ -43,6 +43,7 @@ static int counters_write(struct kvd_state *state, const u64 *saved)
 
 	if (kvd_fault(KVD_FAULT_state_write))
 		return -EIO;
+	kvd_crash_point();
 	c.check = counters_check(&c);
 	fd = openat(state->dir_fd, "counters.new",
 		    O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -53,6 +54,7 @@ static int counters_write(struct kvd_state *state, const u64 *saved)
 	close(fd);
 	if (r)
 		return r;
+	kvd_crash_point();
 	if (renameat(state->dir_fd, "counters.new", state->dir_fd, "counters") ||
 	    fsync(state->dir_fd))
 		return -errno;
@@ -182,17 +184,32 @@ static int env_region_alloc(void *arg, struct kvd_region *r)
 		[KVD_REGION_LEASES] = "kvmd-leases",
 		[KVD_REGION_SCRATCH] = "kvmd-scratch",
 	};
+	struct kvd_state *state = arg;
+	int res;
 	enum kvd_memfd_seals seals =
 		r->kind == KVD_REGION_TABLE ? KVD_MEMFD_TABLE : KVD_MEMFD_PRIVATE;
 
 	if (kvd_fault(r->kind == KVD_REGION_TABLE ? KVD_FAULT_table_alloc
 						  : KVD_FAULT_record_alloc))
 		return -ENOMEM;
-	return kvd_memfd_create(names[r->kind], r->size_bytes, seals, &r->addr, &r->fd);
+	res = kvd_memfd_create(names[r->kind], r->size_bytes, seals, &r->addr, &r->fd);
+	if (res || !state->put)
+		return res;
+	res = state->put(state->keep_arg, r);
+	if (res) {
+		kvd_memfd_destroy(r->addr, r->size_bytes, r->fd);
+		r->addr = NULL;
+		r->fd = -1;
+	}
+	return res;
 }
 
 static void env_region_free(void *arg, struct kvd_region *r)
 {
+	struct kvd_state *state = arg;
+
+	if (state->del)
+		state->del(state->keep_arg, r);
 	kvd_memfd_destroy(r->addr, r->size_bytes, r->fd);
 	r->addr = NULL;
 	r->fd = -1;

@@ -146,6 +146,7 @@ u32 kvd_prefix_find_key(const struct kvd_pool *pool, const u8 *key)
 
 static void child_link(struct kvd_pool *pool, struct kvd_frame *f, u32 parent)
 {
+	kvd_frame_touch(pool, f->pfn);
 	f->parent = parent;
 	f->parent_gen = 0;
 	if (parent == KVD_PFN_NONE)
@@ -161,6 +162,7 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 	u32 *head = head_of(pool, key);
 
 	kv_assert(!(f->flags & KVD_FRAME_INDEXED) && parent != pfn);
+	kvd_frame_touch(pool, pfn);
 	memcpy(f->key, key, KV_KEY_BYTES);
 	memcpy(page_tokens_of(pool, pfn), tokens, KV_PAGE_TOKENS * sizeof(u32));
 	f->flags |= KVD_FRAME_INDEXED;
@@ -172,12 +174,24 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 	child_link(pool, f, root ? KVD_PFN_NONE : parent);
 }
 
+void kvd_prefix_adopt(struct kvd_pool *pool, u32 pfn)
+{
+	const struct kvd_frame *f = &pool->frames[pfn];
+	u32 *head = head_of(pool, f->key);
+
+	pool->links[pfn].hash_next = *head;
+	*head = pfn;
+	if (parent_alive(pool, f))
+		pool->links[f->parent].nr_children++;
+}
+
 void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn)
 {
 	struct kvd_frame *f = &pool->frames[pfn];
 	u32 *at = head_of(pool, f->key);
 
 	kv_assert(f->flags & KVD_FRAME_INDEXED);
+	kvd_frame_touch(pool, pfn);
 	while (*at != pfn) {
 		kv_assert(*at != KVD_PFN_NONE);
 		at = &pool->links[*at].hash_next;
