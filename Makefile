@@ -52,6 +52,7 @@ CFLAGS := -std=gnu11 $(OPT) -g -fPIC -fvisibility=hidden -pthread $(WARN) $(SANF
 LDFLAGS := -pthread $(SANFLAGS) -Wl,-z,relro,-z,now
 NVFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-parameter \
 	-Werror all-warnings --expt-relaxed-constexpr -I. -Iinclude -DCONFIG_CUDA \
+	$(if $(MUTANTS),-DKV_MUTANTS) \
 	$(foreach a,$(CUDA_ARCHS),-gencode=arch=compute_$(a)$(,)code=sm_$(a))
 CUDA_LIBS := $(if $(CONFIG_CUDA),-L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt)
 
@@ -73,7 +74,7 @@ KVD_OBJS := $(objs-kvmd) $(objs-kvmd/dbg) $(objs-kvmd/backend) $(objs-kvmd/mm) \
 	$(objs-kvmd/own) $(objs-kvmd/keep) $(objs-kvmd/ipc)
 ENG_OBJS := $(objs-engine) $(objs-engine/model) $(objs-engine/run) $(objs-engine/http)
 
-LIB_KVD := -luring -lcjson -lsodium -ljemalloc
+LIB_KVD := -luring -lcjson -lsodium -ljemalloc -lm
 LIB_ENG := -lcjson -lpcre2-8 -lmicrohttpd -lsodium -fopenmp $(CUDA_LIBS) -lm
 LIB_KERN := -fopenmp $(CUDA_LIBS) -lm
 
@@ -183,11 +184,13 @@ $(O)/$(1)/%: $(O)/obj/$(1)/%.o $(tlib-$(1)) $(patsubst %.c,$(O)/obj/%.o,$(wildca
 endef
 $(foreach d,$(TEST_DIRS),$(eval $(call test_rule,$(d))))
 
-# A driver in memfds that tests load in place of libcuda.so.1
-$(O)/tests/fake/libcuda.so: $(O)/obj/tests/fake/cuda.o
+# A driver in memfds and its NVML, which tests load in place of the real ones
+FAKES := $(O)/tests/fake/libcuda.so $(O)/tests/fake/libnvml.so
+$(FAKES): $(O)/tests/fake/lib%.so: $(O)/obj/tests/fake/%.o
 	$(call say,LD,$@)
 	$(Q)mkdir -p $(@D) && $(CC) -shared $(LDFLAGS) -o $@ $(filter %.o,$^)
-$(O)/tests/fault/cuda_backend: | $(O)/tests/fake/libcuda.so
+$(filter $(O)/tests/fault/% $(O)/tests/ipc/% $(O)/tests/unit/client/% \
+	$(O)/tests/unit/tools/%,$(TEST_BINS)): | $(FAKES)
 
 $(O)/tests/run: $(O)/obj/tests/run.o
 	$(call link,)
@@ -202,7 +205,7 @@ check: deps
 	$(Q)$(MAKE) --no-print-directory check-run
 
 # Scripts that print TAP are tests like any other.
-SCRIPT_TESTS := tests/model/check.sh tools/check-layers tests/e2e/demo.py
+SCRIPT_TESTS := tests/model/check.sh tools/check-layers tools/check-tour tests/e2e/demo.py
 
 check-run: tests
 	$(Q)rm -rf $(O)/tap
@@ -234,7 +237,8 @@ check-format:
 
 demo: deps
 	$(Q)$(MAKE) --no-print-directory $(if $(MUTANT),MUTANTS=1) all
-	$(Q)KV_BUILD=$(if $(MUTANT),build/mutants,$(O)) KV_MUTANT=$(MUTANT) tools/demo
+	$(Q)KV_BUILD=$(if $(MUTANT),build/mutants,$(O)) KV_MUTANT=$(MUTANT) \
+		KV_DEMO_JSON=$(O)/demo.json tools/demo
 
 deps install-deps:
 	$(Q)tools/install-deps

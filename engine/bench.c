@@ -124,7 +124,7 @@ static void print_rows(const struct eng_cli *cli, const struct eng_host *h,
 		       const struct row *rows, u32 nr)
 {
 	cJSON *o, *list;
-	char *text;
+	char *text, name[32];
 
 	if (!cli->json) {
 		printf("%6s %14s %13s %9s\n", "batch", "prefill tok/s", "decode tok/s",
@@ -137,7 +137,7 @@ static void print_rows(const struct eng_cli *cli, const struct eng_host *h,
 	}
 	o = cJSON_CreateObject();
 	cJSON_AddStringToObject(o, "schema", "kv-engine-bench/1");
-	cJSON_AddStringToObject(o, "weights", eng_weights_name(h->m->weights));
+	cJSON_AddStringToObject(o, "weights", eng_host_weights(h, name, sizeof(name)));
 	cJSON_AddStringToObject(o, "kv", eng_kv_str(cli->kv));
 	list = cJSON_AddArrayToObject(o, "rows");
 	for (u32 i = 0; i < nr; i++) {

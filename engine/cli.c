@@ -48,6 +48,7 @@ static const char usage[] =
 	"eval:\n"
 	"  --text FILE         documents separated by NUL\n"
 	"  --tokens N          the first N predictions only\n"
+	"  --nll-out FILE      one line a prediction: its loss, for paired comparisons\n"
 	"bench:\n"
 	"  --batches LIST      batch sizes (1,2,4,8,16); --tokens N decoded per request (64)\n";
 
@@ -73,6 +74,7 @@ enum {
 	OPT_IGNORE_EOS,
 	OPT_INJECT,
 	OPT_TEXT,
+	OPT_NLL_OUT,
 	OPT_TOKENS,
 	OPT_BATCHES,
 	OPT_LISTEN,
@@ -102,6 +104,7 @@ static const struct option options[] = {
 	{"ignore-eos", no_argument, NULL, OPT_IGNORE_EOS},
 	{"inject", required_argument, NULL, OPT_INJECT},
 	{"text", required_argument, NULL, OPT_TEXT},
+	{"nll-out", required_argument, NULL, OPT_NLL_OUT},
 	{"tokens", required_argument, NULL, OPT_TOKENS},
 	{"batches", required_argument, NULL, OPT_BATCHES},
 	{"listen", required_argument, NULL, OPT_LISTEN},
@@ -238,6 +241,9 @@ static int take_option(struct eng_cli *c, int opt, const char *arg)
 		return 0;
 	case OPT_TEXT:
 		c->text = arg;
+		return 0;
+	case OPT_NLL_OUT:
+		c->nll_out = arg;
 		return 0;
 	case OPT_LISTEN:
 		c->listen = arg;
@@ -515,6 +521,19 @@ int eng_host_open(const struct eng_cli *cli, struct eng_host *ret)
 close:
 	eng_host_close(&h);
 	return rc;
+}
+
+const char *eng_host_weights(const struct eng_host *h, char *buf, size_t bytes)
+{
+	const struct eng_config *c = &h->m->config;
+
+	if (h->m->weights != ENG_WEIGHTS_AS_IS || c->quant == ENG_QUANT_NONE)
+		snprintf(buf, bytes, "%s", eng_weights_name(h->m->weights));
+	else if (c->quant == ENG_QUANT_INT4)
+		snprintf(buf, bytes, "int4-g%u", c->quant_group);
+	else
+		snprintf(buf, bytes, "fp8");
+	return buf;
 }
 
 void eng_host_close(struct eng_host *h)

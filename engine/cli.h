@@ -39,6 +39,7 @@ struct eng_cli {
 	const char *unix_path;
 	const char *text;
 	const char *scale_text;
+	const char *nll_out;
 	const char *prompts[ENG_PROMPTS_MAX];
 	u32 nr_prompts;
 	u32 max_tokens;
@@ -79,6 +80,9 @@ int eng_cli_parse(int argc, char **argv, struct eng_cli *ret);
  * stderr when it fails. Return: enum eng_exit */
 int eng_host_open(const struct eng_cli *cli, struct eng_host *ret);
 void eng_host_close(struct eng_host *h);
+
+/** eng_host_weights() - how the loaded matrices are stored: "bf16", "int4-g32", ... */
+const char *eng_host_weights(const struct eng_host *h, char *buf, size_t bytes);
 
 /** eng_read_file() - a whole file, malloc'd and NUL-terminated; -errno after a line on
  * stderr */

@@ -25,6 +25,7 @@ struct sums {
 	double nll;
 	double nll_squared;
 	u64 nr;
+	FILE *each; /* --nll-out, or NULL */
 };
 
 static int submit_window(struct eng_engine *e, const u32 *ids, u64 at, u64 nr_left,
@@ -61,6 +62,8 @@ static int take_window(struct eng_request *r, struct sums *s)
 		s->nll += nll;
 		s->nll_squared += nll * nll;
 		s->nr++;
+		if (s->each)
+			fprintf(s->each, "%.6f\n", nll);
 	}
 	return 0;
 }
@@ -99,7 +102,7 @@ static void print_result(const struct eng_cli *cli, struct eng_host *h,
 	double stderr_mean = s->nr > 1 ? sqrt(var / (double)(s->nr - 1)) : 0;
 	double kv_bytes = (double)kv_page_bytes(l) / l->page_tokens;
 	cJSON *o;
-	char *text;
+	char *text, name[32];
 
 	if (!cli->json) {
 		printf("loss per token %.5f +- %.5f over %llu tokens, %.0f bytes of K/V a token, "
@@ -109,7 +112,7 @@ static void print_result(const struct eng_cli *cli, struct eng_host *h,
 	}
 	o = cJSON_CreateObject();
 	cJSON_AddStringToObject(o, "schema", "kv-engine-eval/1");
-	cJSON_AddStringToObject(o, "weights", eng_weights_name(h->m->weights));
+	cJSON_AddStringToObject(o, "weights", eng_host_weights(h, name, sizeof(name)));
 	cJSON_AddStringToObject(o, "kv", eng_kv_str(cli->kv));
 	cJSON_AddNumberToObject(o, "nll_per_token", mean);
 	cJSON_AddNumberToObject(o, "stderr", stderr_mean);
@@ -142,6 +145,11 @@ static int eval_stream(const struct eng_cli *cli, struct eng_host *h, const char
 	nr_predictions = nr_ids ? (nr_ids - 1) / WINDOW * WINDOW : 0;
 	if (cli->tokens)
 		nr_predictions = KV_MIN(nr_ids ? nr_ids - 1 : 0, cli->tokens);
+	if (cli->nll_out && !(s.each = fopen(cli->nll_out, "we"))) {
+		fprintf(stderr, "kv-engine: --nll-out %s: %s\n", cli->nll_out, strerror(errno));
+		free(ids);
+		return ENG_EXIT_FAIL;
+	}
 	start_ns = kv_now_ns();
 	if (nr_predictions == 0) {
 		fprintf(stderr, "kv-engine: %s: less than one window of %u tokens\n",
@@ -149,6 +157,10 @@ static int eval_stream(const struct eng_cli *cli, struct eng_host *h, const char
 		rc = -ENODATA;
 	} else {
 		rc = run_windows(h->e, ids, nr_predictions, &s);
+	}
+	if (s.each && fclose(s.each)) {
+		fprintf(stderr, "kv-engine: --nll-out %s: %s\n", cli->nll_out, strerror(errno));
+		rc = -EIO;
 	}
 	if (!rc)
 		print_result(cli, h, &s, (double)(kv_now_ns() - start_ns) * 1e-9);

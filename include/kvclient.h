@@ -138,8 +138,14 @@ struct kvc_pool_info {
  * @gpu_uuid: 16 bytes, or NULL for the host backend or a host with one GPU
  * @ret_pool: the pool; kvc_pool_close() it, or kvc_close() does
  *
+ * On a GPU the calling thread must have a CUDA context of that GPU current (after cudaSetDevice()
+ * and any runtime call it has). The library makes no context of its own: it borrows this one for
+ * mapping and unmapping, on whichever thread that happens, so keep it until kvc_pool_close().
+ * GPUs are matched by UUID: ordinals differ under CUDA_VISIBLE_DEVICES.
+ *
  * Return: 0; -EINVAL a layout field is bad or differs from the pool of the same model
- *	(kvc_strerror() names it); -ENODEV no such GPU; -EMFILE KV_POOLS_MAX reached; -ENOMEM;
+ *	(kvc_strerror() names it), or no context of the pool's GPU is current; -ENODEV no such GPU,
+ *	or this process does not see it; -EMFILE KV_POOLS_MAX reached; -ENOMEM;
  *	-ETIMEDOUT; -EPROTO.
  */
 KVC_API int kvc_pool_open(struct kvc *c, const struct kv_layout *layout, const float *scales,
@@ -155,7 +161,8 @@ KVC_API void kvc_pool_get_info(struct kvc_pool *pool, struct kvc_pool_info *ret_
  * kvc_page_addr() - address of a page's bytes
  * @pfn: a page the session was given
  *
- * Return: host: a CPU pointer; cuda: a device pointer; NULL if its extent is not mapped.
+ * Return: host: a CPU pointer; cuda: a device pointer, only for kernels and copies (zeroing is
+ *	theirs as well); NULL if its extent is not mapped.
  */
 KVC_API void *kvc_page_addr(struct kvc_pool *pool, uint32_t pfn);
 

@@ -57,8 +57,10 @@ template <int HD, bool FP8> struct gqa_cfg {
 	/* neighbouring heads of small pieces come by one copy: larger copies stream
 	 * faster */
 	static constexpr bool PAIR = PIECE <= 16384;
+	/* warps that merge need 8 results; the ring takes their place if none does */
 	static constexpr int STAGES =
-		(227 * 1024 - MERGE) / (PIECE + (FP8 ? 256 : 16) + 16) & ~1;
+		((227 * 1024 - MERGE) / (PIECE + (FP8 ? 256 : 16) + 16)) & ~1;
+	static constexpr int LONG = STAGES + NR_WARPS * PART / PIECE;
 };
 
 #define SEG_RING 32
@@ -76,13 +78,14 @@ struct gqa_seg {
 template <int HD, bool FP8> struct gqa_smem {
 	using C = gqa_cfg<HD, FP8>;
 	uint8_t ring[C::STAGES][C::PIECE];
-	uint8_t scales[C::STAGES][C::SCALES ? C::SCALES : 16];
-	float4 part[NR_WARPS][16 * HD / 4]; /* warps' results for the segment's merge */
+	float4 part[NR_WARPS][16 * HD / 4]; /* warps' results for the segment's merge, or
+					     * stages STAGES .. LONG - 1 of the ring */
+	uint8_t scales[C::LONG][C::SCALES ? C::SCALES : 16];
 	float2 ml[NR_WARPS][16];
 	struct plan_pending pend[2];   /* first, last segment */
 	struct gqa_seg segs[SEG_RING]; /* written by the producer */
-	uint64_t full[C::STAGES];
-	uint64_t empty[C::STAGES];
+	uint64_t full[C::LONG];
+	uint64_t empty[C::LONG];
 	uint32_t issued;	    /* pieces whose copies were started */
 	uint32_t segs_in;	    /* segments described in segs[] */
 	uint32_t segs_done;	    /* consumer warps that finished a segment, summed */
@@ -94,6 +97,44 @@ template <int HD, bool FP8> struct gqa_smem {
 
 /* ----------------------------------------------------------------------------- producer
  */
+
+/* How the warps share pieces: a piece takes nm warps (16 query rows each). */
+struct gqa_role {
+	uint32_t nm;	/* warps per piece */
+	uint32_t slots; /* pieces worked on at once */
+	uint32_t slot;	/* this warp's */
+	uint32_t row0;	/* its first query row */
+	bool idle;	/* left over */
+};
+
+KVK_DEV struct gqa_role role_of(const struct attn_params &p, uint32_t warp)
+{
+	uint32_t rows = p.q_len_max * p.group;
+	struct gqa_role r;
+
+	r.nm = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 48 ? 3 : 4;
+	r.slots = r.nm == 1 ? 8 : r.nm == 2 ? 4 : 2;
+	r.slot = warp / r.nm;
+	r.row0 = (warp % r.nm) * 16;
+	r.idle = r.slot >= r.slots;
+	return r;
+}
+
+/* Stage and round of ring position @seq. */
+struct ring_at {
+	uint32_t stage;
+	uint32_t round;
+};
+
+template <int HD, bool FP8> KVK_DEV struct ring_at ring_pos(uint32_t seq, bool is_long)
+{
+	using C = gqa_cfg<HD, FP8>;
+	struct ring_at r;
+
+	r.round = is_long ? seq / C::LONG : seq / C::STAGES;
+	r.stage = seq - r.round * (is_long ? C::LONG : C::STAGES);
+	return r;
+}
 
 /* Describe segment @i in the ring of segments once its place is free. */
 template <int HD, bool FP8>
@@ -120,21 +161,22 @@ KVK_DEV struct gqa_seg publish_seg(const struct attn_params &p,
 /* Start the copy of @gp neighbouring heads' pieces, ring positions @seq on. One lane. */
 template <int HD, bool FP8>
 KVK_DEV void copy_pieces(const struct attn_params &p, const uint8_t *at, uint32_t head,
-			 uint32_t seq, uint32_t gp, gqa_smem<HD, FP8> *sm,
+			 uint32_t seq, uint32_t gp, bool is_long, gqa_smem<HD, FP8> *sm,
 			 uint64_t policy)
 {
 	using C = gqa_cfg<HD, FP8>;
-	const uint32_t stage = seq % C::STAGES,
-		       flight = min(p.flight, (uint32_t)C::STAGES);
+	const struct ring_at r = ring_pos<HD, FP8>(seq, is_long);
+	const uint32_t stage = r.stage, flight = min(p.flight, (uint32_t)C::STAGES);
 	uint64_t *full = &sm->full[stage];
 
 	if (seq >= flight) {
-		uint32_t before = (seq - flight) & ~(gp - 1);
+		const struct ring_at b =
+			ring_pos<HD, FP8>((seq - flight) & ~(gp - 1), is_long);
 
-		mbar_wait(&sm->full[before % C::STAGES], before / C::STAGES & 1);
+		mbar_wait(&sm->full[b.stage], b.round & 1);
 	}
 	for (uint32_t i = 0; i < gp; i++)
-		mbar_wait(&sm->empty[stage + i], (seq / C::STAGES & 1) ^ 1);
+		mbar_wait(&sm->empty[stage + i], (r.round & 1) ^ 1);
 	mbar_arrive_expect(full, gp * (C::PIECE + (p.token_scales ? 256 : 0)));
 	bulk_load(sm->ring[stage], at + head * C::PIECE, gp * C::PIECE, full, policy);
 	if (FP8 && p.token_scales)
@@ -151,6 +193,7 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 	const uint64_t policy = policy_evict_first();
 	const int lane = threadIdx.x & 31;
 	const uint32_t gp = C::PAIR && cta.hbs >= 2 ? 2 : 1;
+	const bool is_long = cta.hbs == role_of(p, 0).slots;
 	uint32_t issued = 0;
 
 	for (uint32_t i = 0; i < cta.count; i++) {
@@ -173,9 +216,11 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 					p.base + __shfl_sync(~0u, off, j / g.hbs);
 				uint32_t head = g.s.hblk * g.hbs + j % g.hbs;
 
+				if (issued == 0)
+					grid_wait();
 				if (lane == 0)
-					copy_pieces<HD, FP8>(p, at, head, issued, gp, sm,
-							     policy);
+					copy_pieces<HD, FP8>(p, at, head, issued, gp,
+							     is_long, sm, policy);
 				issued += gp;
 			}
 		}
@@ -222,8 +267,13 @@ KVK_DEV void load_q(const struct attn_params &p, const struct plan_seg &s, uint3
 				   (ks % C::KPC) * 4;
 			uint2 v = make_uint2(0, 0);
 
-			if (in && !p.act_f32)
-				v = *(const uint2 *)((const __nv_bfloat16 *)p.q + d);
+			if (in && !p.act_f32) {
+				const __nv_bfloat16 *src = (const __nv_bfloat16 *)p.q + d;
+
+				/* not one 8-byte load: that would tie x and y to neighbouring
+				 * registers, where the matrix unit does not want them */
+				v = make_uint2(ldg32(src), ldg32(src + 2));
+			}
 			if (in && p.act_f32) {
 				float4 f = *(const float4 *)((const float *)p.q + d);
 
@@ -402,11 +452,17 @@ KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
 #pragma unroll
 		for (int e = 0; e < 4; e++) {
 			s[jt][e] *= e & 1 ? k.y : k.x;
-			if (pc.tail && 8 * jt + 2 * c + (e & 1) >= pc.limit[e / 2])
-				s[jt][e] = -INFINITY;
-			mx[e / 2] = fmaxf(mx[e / 2], s[jt][e]);
 		}
 	}
+	if (pc.tail) {
+#pragma unroll
+		for (int i = 0; i < 32; i++)
+			if (i / 4 * 8 + 2 * c + (i & 1) >= pc.limit[i / 2 & 1])
+				s[i / 4][i % 4] = -INFINITY;
+	}
+#pragma unroll
+	for (int i = 0; i < 32; i++)
+		mx[i / 2 & 1] = fmaxf(mx[i / 2 & 1], s[i / 4][i % 4]);
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
 		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 1));
@@ -599,28 +655,6 @@ KVK_DEV void write_nan(const struct attn_params &p, const struct gqa_seg &g)
 			   make_float4(nan, nan, nan, nan));
 }
 
-/* How the warps share pieces: a piece takes nm warps (16 query rows each). */
-struct gqa_role {
-	uint32_t nm;	/* warps per piece */
-	uint32_t slots; /* pieces worked on at once */
-	uint32_t slot;	/* this warp's */
-	uint32_t row0;	/* its first query row */
-	bool idle;	/* left over */
-};
-
-KVK_DEV struct gqa_role role_of(const struct attn_params &p, uint32_t warp)
-{
-	uint32_t rows = p.q_len_max * p.group;
-	struct gqa_role r;
-
-	r.nm = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 48 ? 3 : 4;
-	r.slots = r.nm == 1 ? 8 : r.nm == 2 ? 4 : 2;
-	r.slot = warp / r.nm;
-	r.row0 = (warp % r.nm) * 16;
-	r.idle = r.slot >= r.slots;
-	return r;
-}
-
 /*
  * Merge the warps of a head and row block. A warp leaves its result and goes on; the one
  * that comes last folds all of them in warp order. @nth: segments merged before. Return:
@@ -697,7 +731,8 @@ KVK_DEV void consume_pieces(const struct attn_params &p, const struct gqa_seg &g
 	const int lane = threadIdx.x & 31;
 
 	for (uint32_t i = role.slot; i < g.nr_pieces && !role.idle; i += role.slots) {
-		uint32_t stage = (seq + i) % C::STAGES, phase = (seq + i) / C::STAGES & 1;
+		const struct ring_at at = ring_pos<HD, FP8>(seq + i, g.hbs == role.slots);
+		uint32_t stage = at.stage, phase = at.round & 1;
 		int32_t first = (int32_t)((g.s.page0 + i / g.hbs) * KV_PAGE_TOKENS);
 		int32_t valid = (int32_t)g.s.len - first;
 
@@ -749,6 +784,7 @@ KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, F
 		if (i == 0) {
 			spin_until(&sm->segs_in, 0);
 			g = sm->segs[0];
+			grid_wait();
 			load_q<HD, FP8>(p, g.s, g.s.hblk * g.hbs + role.slot % g.hbs,
 					role.row0, qf);
 		}
@@ -803,7 +839,7 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 	if (threadIdx.x == 0) {
 		uint32_t nm = role_of(p, 0).nm;
 
-		for (int i = 0; i < C::STAGES; i++) {
+		for (int i = 0; i < C::LONG; i++) {
 			mbar_init(&sm->full[i], 1);
 			mbar_init(&sm->empty[i], nm);
 		}
@@ -815,8 +851,7 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 		mbar_init_fence();
 	}
 	__syncthreads();
-	grid_launch_next();
-	grid_wait();
+	plan_enter(p);
 	if (warp >= NR_WARPS) {
 		regs_dec<40>();
 		if (warp == NR_WARPS)

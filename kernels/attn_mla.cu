@@ -26,18 +26,12 @@
  * score and probability (relative to the largest scale so far, a power of two), the rope
  * scale its part of the score. Tour 10/12.
  */
-#include "kernels/attn_plan.cuh"
+#include "kernels/attn_mla.cuh"
 
 #include <errno.h>
 #include <math.h>
 
-#define BAR_ALL	 1 /* scores and values */
-#define LATENT	 512
-#define ROPE	 64
-#define TOKENS	 KV_PAGE_TOKENS
-#define NR_KS	 ((LATENT + ROPE) / 16)
-#define SEG_RING 16
-
+#define BAR_ALL 1 /* scores and values */
 template <int NTL, bool FP8> struct mla_cfg {
 	static constexpr int ES = FP8 ? 1 : 2;
 	static constexpr int RB = LATENT * ES;	/* bytes of a token's latent */
@@ -64,14 +58,6 @@ template <int NTL, bool FP8> struct mla_cfg {
 	static constexpr int REGS_REST = TEAMS == 2 ? 24 : 40;
 };
 
-/* What the warps agree on for a segment. */
-struct mla_seg {
-	struct plan_seg s;
-	uint32_t ok;
-	uint32_t nr_pieces;
-	uint32_t reserved[2];
-};
-
 template <int NTL, bool FP8> struct mla_smem {
 	using C = mla_cfg<NTL, FP8>;
 	uint8_t ring[C::STAGES][C::STAGE];
@@ -92,124 +78,6 @@ template <int NTL, bool FP8> struct mla_smem {
 	uint32_t segs_done;
 	uint32_t flag;
 };
-
-/* ----------------------------------------------------------------------------- producer
- */
-
-template <int NTL, bool FP8>
-KVK_DEV struct mla_seg publish_seg(const struct attn_params &p,
-				   const struct plan_cta &cta, uint32_t i, uint64_t step,
-				   mla_smem<NTL, FP8> *sm)
-{
-	struct mla_seg g = {};
-
-	g.s = i == 0 ? cta.first : p.mem.segs[cta.base + i];
-	g.ok = kv_verdict_ok(p.verdicts[g.s.req], step, g.s.nr_rows);
-	g.nr_pieces = g.ok ? g.s.nr_pages : 0;
-	if (i >= SEG_RING)
-		spin_until(&sm->segs_done,
-			   mla_cfg<NTL, FP8>::NR_WARPS * (i - SEG_RING + 1) - 1);
-	if ((threadIdx.x & 31) == 0) {
-		sm->segs[i % SEG_RING] = g;
-		sts_release(&sm->segs_in, i + 1);
-	}
-	return g;
-}
-
-template <int NTL, bool FP8>
-KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
-		     uint64_t step, mla_smem<NTL, FP8> *sm)
-{
-	using C = mla_cfg<NTL, FP8>;
-	const uint64_t policy = policy_evict_first();
-	const uint32_t bytes = C::SCALE_OFF + (FP8 && p.token_scales ? 256 : 0);
-	const int lane = threadIdx.x & 31;
-	const uint32_t flight = min(p.flight, (uint32_t)C::STAGES);
-	uint32_t stage = 0, phase = 1, issued = 0;
-
-	for (uint32_t i = 0; i < cta.count; i++) {
-		const struct plan_seg *ps =
-			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
-		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;
-		uint32_t n = min(32u, ps->nr_pages);
-		uint32_t pfn =
-			lane < n && ps->page0 + lane < ps->nr_rows ? rows[lane].pfn : 0;
-		struct mla_seg g = publish_seg<NTL, FP8>(p, cta, i, step, sm);
-
-		for (uint32_t pg = 0; pg < g.s.nr_pages && g.ok; pg += 32) {
-			uint64_t off = page_offset(p, pfn);
-
-			n = min(32u, g.s.nr_pages - pg);
-			if (pg + 32 + lane < g.s.nr_pages)
-				pfn = rows[pg + 32 + lane].pfn;
-			for (uint32_t j = 0; j < n; j++) {
-				const uint8_t *at = p.base + __shfl_sync(~0u, off, j);
-
-				issued++;
-				if (lane == 0) {
-					uint32_t before = issued - 1 - flight;
-
-					if (issued > flight)
-						mbar_wait(&sm->full[before % C::STAGES],
-							  before / C::STAGES & 1);
-					mbar_wait(&sm->empty[stage], phase);
-					mbar_arrive_expect(&sm->full[stage], bytes);
-					bulk_load(sm->ring[stage], at, bytes,
-						  &sm->full[stage], policy);
-					sts_release(&sm->issued, issued);
-				}
-				if (++stage == C::STAGES) {
-					stage = 0;
-					phase ^= 1;
-				}
-			}
-		}
-	}
-}
-
-/* ------------------------------------------------------------------------- operand reads
- */
-
-/*
- * Chunks 2c and 2c + 1 (16 bytes each) of a row's block of 128 bytes, in order. Rows lie
- * a multiple of 128 bytes apart, so odd rows read the second chunk first: eight lanes
- * then touch all 32 banks once.
- */
-KVK_DEV void lds_pair(uint32_t block, int c, bool odd, uint32_t *w)
-{
-	uint4 x = lds128(block + (2 * c + odd) * 16),
-	      y = lds128(block + (2 * c + !odd) * 16);
-
-	w[0] = odd ? y.x : x.x;
-	w[1] = odd ? y.y : x.y;
-	w[2] = odd ? y.z : x.z;
-	w[3] = odd ? y.w : x.w;
-	w[4] = odd ? x.x : y.x;
-	w[5] = odd ? x.y : y.y;
-	w[6] = odd ? x.z : y.z;
-	w[7] = odd ? x.w : y.w;
-}
-
-/* One chunk. */
-KVK_DEV void lds_one(uint32_t at, uint32_t *w)
-{
-	uint4 x = lds128(at);
-
-	w[0] = x.x;
-	w[1] = x.y;
-	w[2] = x.z;
-	w[3] = x.w;
-}
-
-/* First dim of k-step @ks for lane c; four dims follow (pairs of b0, b1 / a0, a2). */
-template <bool FP8> KVK_DEV uint32_t ks_dim(int ks, int c)
-{
-	if (FP8 && ks >= 32) /* rope rows are 64 bytes: one chunk per lane */
-		return LATENT + c * 16 + (ks - 32) * 4;
-	if (FP8)
-		return (ks / 8) * 128 + (2 * c + ks % 8 / 4) * 16 + ks % 4 * 4;
-	return (ks / 4) * 64 + (2 * c + ks % 4 / 2) * 8 + ks % 2 * 4;
-}
 
 /* ------------------------------------------------------------------------------- scores
  */
@@ -428,6 +296,7 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 		if (i == 0) {
 			spin_until(&sm->segs_in, 0);
 			g = sm->segs[0];
+			grid_wait();
 			load_q<NTL, FP8>(p, g.s, qf);
 		}
 #pragma unroll
@@ -647,13 +516,6 @@ KVK_DEV void value_tile(uint32_t stage, int w, const uint32_t (*b)[4][NTL][2],
 	}
 }
 
-/* hbs carries the rows of a block. */
-KVK_DEV size_t mla_row_elem(const struct attn_params &p, const struct plan_seg &s,
-			    uint32_t hbs, uint32_t row)
-{
-	return ((size_t)s.q0 * p.nr_q_heads + s.hblk * hbs + row) * LATENT;
-}
-
 /* The segment's rows to the output (normalised) or to the unit's slot. */
 template <int NTL, bool FP8>
 KVK_DEV void value_write(const struct attn_params &p, const struct plan_seg &s, int w,
@@ -724,6 +586,7 @@ KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
 
 		spin_until(&sm->segs_in, i);
 		g = sm->segs[i % SEG_RING];
+		grid_wait();
 		__syncwarp();
 		if (lane == 0)
 			atoms_add_release(&sm->segs_done, 1);
@@ -815,12 +678,11 @@ __global__ void __launch_bounds__(mla_cfg<NTL, FP8>::NR_THREADS, 1)
 		mbar_init_fence();
 	}
 	__syncthreads();
-	grid_launch_next();
-	grid_wait();
+	plan_enter(p);
 	if (warp >= C::NR_WARPS) {
 		regs_dec<C::REGS_REST>();
 		if (warp == C::NR_WARPS)
-			produce<NTL, FP8>(p, p.mem.ctas[blockIdx.x], *p.step, sm);
+			produce(p, p.mem.ctas[blockIdx.x], *p.step, sm);
 	} else if (warp < C::NR_SCORE) {
 		regs_inc<C::REGS_SCORE>();
 		score_warp<NTL, FP8>(p, p.mem.ctas[blockIdx.x].count, sm);
@@ -875,7 +737,8 @@ static bool mla_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 	    l->dtype == KV_DTYPE_F32)
 		return false;
 	s.nr_ctas = (uint32_t)plan_nr_ctas();
-	s.unit_rows = rows <= 8 ? 8 : 16;
+	/* wgmma wants 64 rows; the BF16 kernel has 16 */
+	s.unit_rows = rows <= 8 ? 8 : rows <= 16 || l->dtype == KV_DTYPE_BF16 ? 16 : 64;
 	s.nr_heads = (rows + s.unit_rows - 1) / s.unit_rows;
 	s.hbs_max = 1;
 	s.q_rows = a->nr_q_heads;
@@ -917,6 +780,8 @@ int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 		r = plan_launch(a, &s, &p.mem, st);
 	if (r)
 		return r;
+	if (s.unit_rows == 64)
+		return mla_wide_launch(&p, s.nr_ctas, st);
 	if (s.unit_rows == 8)
 		return fp8 ? launch<1, true>(&p, s.nr_ctas, st)
 			   : launch<1, false>(&p, s.nr_ctas, st);

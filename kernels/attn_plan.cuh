@@ -97,9 +97,16 @@ KVK_DEV uint64_t page_offset(const struct attn_params &p, uint32_t pfn)
 	       (uint64_t)(pfn & ((1u << p.shift) - 1)) * p.stride_bytes + p.layer_off;
 }
 
-KVK_DEV bool seg_passes(const struct attn_params &p, const struct plan_seg &s)
+/*
+ * Start of a decode kernel. With KVK_ATTN_PLAN the schedule, rows and verdicts are old: the
+ * launch that made the schedule let its successors start only after it had waited itself, so
+ * they may be read before grid_wait(). Queries, pages, slots and output may not.
+ */
+KVK_DEV void plan_enter(const struct attn_params &p)
 {
-	return kv_verdict_ok(p.verdicts[s.req], *p.step, s.nr_rows);
+	if (!(p.flags & KVK_ATTN_PLAN))
+		grid_wait();
+	grid_launch_next();
 }
 
 /* Slot (and counter) of a unit's part. */
@@ -281,7 +288,9 @@ KVK_DEV void plan_slice(const struct attn_params &p, const struct plan_seg &s,
 	const uint32_t teams = nr_threads / 32 / ways, way = warp % ways;
 
 	for (uint32_t at = lo; at < hi; at += 32 * teams) {
-		uint32_t e = at + (warp / ways) * 32 + lane, row = e / (D / 4);
+		/* warps left over by the teams stay idle */
+		uint32_t e = warp < teams * ways ? at + (warp / ways) * 32 + lane : hi;
+		uint32_t row = e / (D / 4);
 		struct plan_part r = {};
 
 		if (e < hi)
@@ -289,7 +298,7 @@ KVK_DEV void plan_slice(const struct attn_params &p, const struct plan_seg &s,
 		if (ways > 1) {
 			scratch[warp * 32 + lane] = r;
 			bar_sync(bar, nr_threads);
-			for (uint32_t w = 1; w < ways && way == 0; w++) {
+			for (uint32_t w = 1; w < ways && way == 0 && e < hi; w++) {
 				const struct plan_part *o =
 					&scratch[(warp + w) * 32 + lane];
 

@@ -75,6 +75,19 @@ KVK_DEV void bar_sync(int id, int nr_threads)
 	asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(nr_threads) : "memory");
 }
 
+/* ... which also tells whether any thread brought true. */
+KVK_DEV bool bar_or(int id, int nr_threads, bool v)
+{
+	uint32_t r;
+
+	asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\n"
+		     "bar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
+		     : "=r"(r)
+		     : "r"((uint32_t)v), "r"(id), "r"(nr_threads)
+		     : "memory");
+	return r;
+}
+
 KVK_DEV void fence_proxy_async(void)
 {
 	asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -220,6 +233,15 @@ KVK_DEV uint4 lds128(uint32_t addr)
 		     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
 		     : "r"(addr)
 		     : "memory");
+	return v;
+}
+
+/* One word of global memory, never merged with its neighbour. */
+KVK_DEV uint32_t ldg32(const void *p)
+{
+	uint32_t v;
+
+	asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
 	return v;
 }
 

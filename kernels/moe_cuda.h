@@ -69,6 +69,27 @@ int kvk_moe_int4_repack(const struct kvk_repack *r, kvk_stream stream);
  */
 int kvk_moe_int4_verify(const struct kvk_repack *r, uint32_t *ret_bad, kvk_stream stream);
 
+/**
+ * kvk_moe_fp8_cuda(), kvk_moe_bf16_cuda() - routed experts in KVK_ORDER_STANDARD: E4M3 with
+ *	block scales; BF16 or F32
+ * @a: act_dtype BF16; hidden and inter multiples of 8
+ */
+int kvk_moe_fp8_cuda(const struct kvk_moe_args *a, kvk_stream stream);
+int kvk_moe_bf16_cuda(const struct kvk_moe_args *a, kvk_stream stream);
+
+/** kvk_moe_plain_workspace() - bytes of workspace for these two; 0: not built */
+size_t kvk_moe_plain_workspace(const struct kvk_moe_args *a);
+
+/** kvk_moe_workspace_cuda() - for any of the MoE launchers, by experts.dtype; 0: not built */
+size_t kvk_moe_workspace_cuda(const struct kvk_moe_args *a);
+
+/* The rest of a forward pass; contracts in kernels.h. linear: x, W and strides aligned to 16
+ * bytes, cols a multiple of 8. */
+int kvk_linear_cuda(const struct kvk_linear_args *a, kvk_stream stream);
+int kvk_norm_cuda(const struct kvk_norm_args *a, kvk_stream stream);
+int kvk_rope_cuda(const struct kvk_rope_args *a, kvk_stream stream);
+int kvk_silu_cuda(const struct kvk_silu_args *a, kvk_stream stream);
+int kvk_sample_cuda(const struct kvk_sample_args *a, kvk_stream stream);
 int kvk_moe_route_cuda(const struct kvk_moe_route_args *a, kvk_stream stream);
 
 #ifdef __cplusplus

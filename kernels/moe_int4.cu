@@ -9,11 +9,14 @@
  * never on routing, which only the device knows.
  */
 #include <errno.h>
+#include <mutex>
 #include "moe_cuda.h"
-#include "moe_int4_use.cuh"
+#include "moe_int4.cuh"
 #include "moe_plan.cuh"
 
-#define ALIGN_UP(x) (((x) + 255) & ~(size_t)255)
+#define CLEAN_BLOCKS 64u
+#define CLEAN_WORDS  1024u
+#define ALIGN_UP(x)  (((x) + 255) & ~(size_t)255)
 
 /* struct i4_layout - offsets in the workspace */
 struct i4_layout {
@@ -21,21 +24,39 @@ struct i4_layout {
 	uint32_t tiles_max, nr_zero, rblocks2;
 };
 
-static uint32_t tile_tokens(uint32_t nr_tokens)
+static struct i4_variant i4_choose(const struct kvk_moe_args *a)
 {
-	return nr_tokens <= 8 ? 8 : nr_tokens <= 16 ? 16 : 32;
+	const struct kvk_experts *e = &a->experts;
+	const uint32_t slots = a->nr_tokens * a->top_k;
+	const struct kvk_pack p = kvk_pack_make(2 * e->inter, e->hidden, e->group, 1);
+	struct i4_variant v = {1, 1, 1};
+
+	/* Few row tiles and few experts: with a row tile per warp most SMs had no unit. */
+	if (p.wl == 1 && slots < 48)
+		v.wk = 8;
+	else if (p.wl == 1 && slots < 2 * e->nr_experts / 3)
+		v.wk = 2;
+	else if (slots > 8 * e->nr_experts)
+		v.ntmax = 4;
+	else if (slots > 4 * e->nr_experts)
+		v.ntmax = 2;
+	/* Short rows: a unit of 37 KB would cost more to hand out than to read. */
+	if (e->inter / KVK_BRICK_COLS <= 2)
+		v.rsub = slots < 32 ? 2 : 4;
+	return v;
 }
 
-static struct i4_layout i4_layout_make(const struct kvk_moe_args *a)
+static struct i4_layout i4_layout_make(const struct kvk_moe_args *a,
+				       const struct i4_variant *v)
 {
 	const uint32_t slots = a->nr_tokens * a->top_k;
 	struct i4_layout l;
 
 	l.tiles_max = (slots < a->experts.nr_experts ? slots : a->experts.nr_experts) +
 		      slots / 8;
-	l.rblocks2 = (a->experts.hidden / 32 + 7) / 8;
-	l.nr_zero = 2 + l.tiles_max + l.rblocks2 + slots;
-	l.done1 = 8; /* after claim and nr_tiles */
+	l.rblocks2 = (a->experts.hidden / 32 + 8 * v->rsub - 1) / (8 * v->rsub);
+	l.nr_zero = 4 + l.tiles_max + l.rblocks2 + slots;
+	l.done1 = 16; /* after claim, exits, nr_tiles */
 	l.done2 = l.done1 + l.tiles_max * 4;
 	l.amax = l.done2 + l.rblocks2 * 4;
 	l.tiles = ALIGN_UP(l.amax + slots * 4);
@@ -68,7 +89,12 @@ static int i4_check(const struct kvk_moe_args *a)
 
 size_t kvk_moe_int4_workspace(const struct kvk_moe_args *a)
 {
-	return i4_check(a) ? 0 : i4_layout_make(a).bytes;
+	struct i4_variant v;
+
+	if (i4_check(a))
+		return 0;
+	v = i4_choose(a);
+	return i4_layout_make(a, &v).bytes;
 }
 
 static struct moe_mat mat_make(const struct kvk_experts *e, int second)
@@ -84,28 +110,73 @@ static struct moe_mat mat_make(const struct kvk_experts *e, int second)
 	m.kbricks = p.kbricks;
 	m.wl = p.wl;
 	m.rblocks = 0;
+	m.rsub = 1;
 	return m;
 }
 
-static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layout *l)
+/* Counters that are zero between launches: static device memory, one block per workspace
+ * (two launches that share a workspace cannot overlap), cleared by the kernel's last CTA.
+ * No kernel is then needed before, only to clear them. */
+__device__ uint32_t moe_clean[CLEAN_BLOCKS][CLEAN_WORDS];
+
+static uint8_t *clean_counters(const void *workspace)
 {
-	uint8_t *ws = (uint8_t *)a->workspace;
+	static std::mutex lock;
+	static struct {
+		const void *workspace;
+		int device;
+	} owner[CLEAN_BLOCKS];
+	static uint32_t nr_owners;
+	const std::lock_guard<std::mutex> guard(lock);
+	uint32_t i;
+	void *base;
+	int dev;
+
+	if (cudaGetDevice(&dev) || cudaGetSymbolAddress(&base, moe_clean))
+		return NULL;
+	for (i = 0; i < nr_owners; i++)
+		if (owner[i].workspace == workspace && owner[i].device == dev)
+			break;
+	if (i == CLEAN_BLOCKS)
+		return NULL;
+	if (i == nr_owners) {
+		owner[i].workspace = workspace;
+		owner[i].device = dev;
+		nr_owners++;
+	}
+	return (uint8_t *)base + (size_t)i * CLEAN_WORDS * 4;
+}
+
+static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layout *l,
+			     const struct i4_variant *v)
+{
+	uint8_t *ws = (uint8_t *)a->workspace, *clean = NULL, *counters = ws;
 	struct moe_i4 k = {};
+
+	k.own_plan = a->nr_tokens * a->top_k <= MOE_INLINE;
+	if (k.own_plan && l->nr_zero <= CLEAN_WORDS)
+		clean = clean_counters(ws);
+	if (clean) {
+		counters = clean;
+		k.nr_clear = l->nr_zero;
+	}
 
 	k.w13 = mat_make(&a->experts, 0);
 	k.w2 = mat_make(&a->experts, 1);
 	k.w2.rblocks = l->rblocks2;
+	k.w2.rsub = v->rsub;
 	k.x = (const uint16_t *)a->x;
 	k.y = (uint16_t *)a->y;
 	k.ids = a->ids;
 	k.weights = a->weights;
-	k.claim = (uint32_t *)ws;
-	k.nr_tiles = (uint32_t *)ws + 1;
+	k.nr_tiles = (uint32_t *)ws + 2;
 	k.tiles = (const uint2 *)(ws + l->tiles);
 	k.list = (const uint32_t *)(ws + l->list);
-	k.done1 = (uint32_t *)(ws + l->done1);
-	k.done2 = (uint32_t *)(ws + l->done2);
-	k.amax = (uint32_t *)(ws + l->amax);
+	k.claim = (uint32_t *)counters;
+	k.exits = (uint32_t *)counters + 1;
+	k.done1 = (uint32_t *)(counters + l->done1);
+	k.done2 = (uint32_t *)(counters + l->done2);
+	k.amax = (uint32_t *)(counters + l->amax);
 	k.h = ws + l->h;
 	k.out = (float *)(ws + l->out);
 	k.hidden = a->experts.hidden;
@@ -113,98 +184,50 @@ static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layou
 	k.nr_tokens = a->nr_tokens;
 	k.top_k = a->top_k;
 	k.nr_experts = a->experts.nr_experts;
-	k.own_plan = a->nr_tokens * a->top_k <= MOE_INLINE;
 	k.sum_chunks = (a->nr_tokens + MOE_SUM_TOKS - 1) / MOE_SUM_TOKS;
 	k.scale_f16 = a->experts.scale_dtype == KVK_F16;
 	k.accumulate = a->accumulate;
 	return k;
 }
 
-static int nr_sms(void)
-{
-	int dev, n;
-
-	if (cudaGetDevice(&dev) ||
-	    cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, dev))
-		return 0;
-	return n;
-}
-
-template <int NTMAX, int WK, int G>
-static int i4_launch(struct moe_i4 *k, cudaStream_t stream)
-{
-	using S = moe_shape<NTMAX, WK, G>;
-	const int sms = nr_sms();
-	cudaLaunchAttribute attr[1] = {};
-	cudaLaunchConfig_t cfg = {};
-
-	if (!sms ||
-	    cudaFuncSetAttribute(moe_i4_kernel<NTMAX, WK, G>,
-				 cudaFuncAttributeMaxDynamicSharedMemorySize, S::DYNAMIC))
-		return -EIO;
-	k->w13.rblocks = (k->w13.mtiles + S::WM - 1) / S::WM;
-	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-	attr[0].val.programmaticStreamSerializationAllowed = 1;
-	cfg.gridDim = dim3(sms);
-	cfg.blockDim = dim3(MOE_THREADS);
-	cfg.dynamicSmemBytes = S::DYNAMIC;
-	cfg.stream = stream;
-	cfg.attrs = attr;
-	cfg.numAttrs = 1;
-	return cudaLaunchKernelEx(&cfg, moe_i4_kernel<NTMAX, WK, G>, *k) ? -EIO : 0;
-}
-
-template <int G> static int i4_launch_group(struct moe_i4 *k, cudaStream_t stream)
-{
-	/* Few row tiles: warps split the columns, or most SMs would have no unit. */
-	if (k->w13.wl == 1 && k->nr_tokens <= 16)
-		return i4_launch<1, 8, G>(k, stream);
-	switch (tile_tokens(k->nr_tokens)) {
-	case 8:
-		return i4_launch<1, 1, G>(k, stream);
-	case 16:
-		return i4_launch<2, 1, G>(k, stream);
-	default:
-		return i4_launch<4, 1, G>(k, stream);
-	}
-}
-
 static int i4_run(const struct kvk_moe_args *a, uint32_t loads_only, kvk_stream stream)
 {
 	int r = i4_check(a);
 	struct moe_plan plan = {};
+	struct i4_variant v;
 	struct i4_layout l;
 	struct moe_i4 k;
 
 	if (r || !a->nr_tokens)
 		return r;
-	l = i4_layout_make(a);
+	v = i4_choose(a);
+	l = i4_layout_make(a, &v);
 	if (a->workspace_bytes < l.bytes)
 		return -EINVAL;
-	k = i4_args(a, &l);
+	k = i4_args(a, &l, &v);
 	k.loads_only = loads_only;
 	plan.ids = a->ids;
 	plan.nr_slots = a->nr_tokens * a->top_k;
 	plan.nr_experts = a->experts.nr_experts;
-	plan.tile_tokens =
-		k.w13.wl == 1 && k.nr_tokens <= 16 ? 8 : tile_tokens(a->nr_tokens);
+	plan.tile_tokens = 8 * v.ntmax;
 	plan.zero = k.claim;
 	plan.nr_zero = l.nr_zero;
-	plan.claim = (uint32_t)nr_sms();
+
 	plan.only_zero = k.own_plan;
 	plan.nr_tiles = k.nr_tiles;
 	plan.tiles = (uint2 *)k.tiles;
 	plan.list = (uint32_t *)k.list;
-	r = moe_plan_launch(&plan, stream);
+	if (!k.nr_clear)
+		r = moe_plan_launch(&plan, stream);
 	if (r)
 		return r;
 	switch (a->experts.group) {
 	case 32:
-		return i4_launch_group<32>(&k, (cudaStream_t)stream);
+		return moe_i4_launch_g32(&k, &v, stream);
 	case 64:
-		return i4_launch_group<64>(&k, (cudaStream_t)stream);
+		return moe_i4_launch_g64(&k, &v, stream);
 	default:
-		return i4_launch_group<128>(&k, (cudaStream_t)stream);
+		return moe_i4_launch_g128(&k, &v, stream);
 	}
 }
 

@@ -38,10 +38,14 @@
 #define MOE_QUEUE     8u  /* units the feeders may be ahead */
 #define MOE_SUM_TOKS  16u /* tokens of a SUM unit */
 #define MOE_SMEM      (226u * 1024u)
-#define MOE_INLINE    256u /* slots that every CTA sorts for itself */
-#define MOE_H_BRICK   272u /* 128 f16 and their f32 scale, padded */
-#define MOE_REGS_USE  104  /* what group 0 and 1 gain, the feeding warps give up */
+#define MOE_INLINE    256u    /* slots that every CTA sorts for itself */
+#define MOE_H_BRICK   272u    /* 128 f16 and their f32 scale, padded */
+#define MOE_H_HIGH    0.0625f /* columns whose nibble is taken as 16 q */
+#define MOE_REGS_USE  104     /* what group 0 and 1 gain, the feeding warps give up */
 #define MOE_REGS_FEED 56
+#ifndef MOE_OFFSET_NT
+#define MOE_OFFSET_NT 1 /* up to so many token tiles the offset is a product of its own */
+#endif
 
 enum moe_unit_type { MOE_FIRST, MOE_SECOND, MOE_SUM, MOE_END };
 
@@ -58,7 +62,8 @@ struct moe_mat {
 	uint32_t mtiles;
 	uint32_t kbricks;
 	uint32_t wl;
-	uint32_t rblocks; /* row blocks of 32 * WM rows */
+	uint32_t rblocks; /* row blocks of 32 * WM * rsub rows */
+	uint32_t rsub; /* parts of a row block that share its tokens in shared memory */
 };
 
 /* struct moe_i4 - argument block; all pointers are device memory */
@@ -69,9 +74,10 @@ struct moe_i4 {
 	uint16_t *y;	      /* [nr_tokens][hidden] bf16 */
 	const uint32_t *ids;  /* [nr_slots] */
 	const float *weights; /* [nr_slots] */
-	uint32_t *claim;      /* next unit; starts at the number of CTAs */
-	uint32_t *nr_tiles;   /* this and the next two: written by the plan kernel */
-	const uint2 *tiles;   /* expert | tokens << 16, first position in list */
+	uint32_t *claim;      /* units claimed beyond the CTAs' first ones */
+	uint32_t *exits;    /* CTAs that are through; the last one clears the counters */
+	uint32_t *nr_tiles; /* this and the next two: written by the plan kernel */
+	const uint2 *tiles; /* expert | tokens << 16, first position in list */
 	const uint32_t *list; /* slots sorted by expert */
 	uint32_t *done1;      /* [tile] FIRST units finished */
 	uint32_t *done2;      /* [w2.rblocks] SECOND units finished */
@@ -87,8 +93,21 @@ struct moe_i4 {
 	uint32_t scale_f16;
 	uint32_t accumulate;
 	uint32_t own_plan;   /* few slots: each CTA sorts them itself */
+	uint32_t nr_clear;   /* words to clear from claim on; 0: a kernel before did it */
 	uint32_t loads_only; /* bench: stream everything, multiply nothing */
 };
+
+/* struct i4_variant - which kernel; follows from shapes and the number of tokens alone */
+struct i4_variant {
+	uint32_t ntmax; /* tiles of 8 tokens */
+	uint32_t wk;	/* warps that split the columns of the first product */
+	uint32_t rsub;	/* row blocks of the second product in a unit */
+};
+
+/* One per group size, each in its own file: they take long to compile. 0 or -EIO. */
+int moe_i4_launch_g32(struct moe_i4 *k, const struct i4_variant *v, void *stream);
+int moe_i4_launch_g64(struct moe_i4 *k, const struct i4_variant *v, void *stream);
+int moe_i4_launch_g128(struct moe_i4 *k, const struct i4_variant *v, void *stream);
 
 struct moe_unit {
 	uint32_t type, tile, rb, expert, start, n, pad[2];
@@ -100,7 +119,7 @@ template <int NTMAX> struct moe_shared {
 	uint64_t turn[2];	      /* of the token warps, to use their ring */
 	uint64_t q_full[MOE_QUEUE];   /* unit written by the weight warp */
 	uint64_t q_ready[MOE_QUEUE];  /* slots written by a token warp */
-	uint64_t q_done[MOE_QUEUE];   /* results stored by group 0 */
+	uint64_t q_done[MOE_QUEUE];   /* results stored */
 	uint64_t q_empty[MOE_QUEUE];  /* everybody is through */
 	struct moe_unit unit[MOE_QUEUE];
 	uint32_t slot[MOE_QUEUE][8 * NTMAX];
@@ -108,7 +127,7 @@ template <int NTMAX> struct moe_shared {
 	float inv[MOE_QUEUE][8 * NTMAX];
 	uint2 tiles[MOE_INLINE]; /* own_plan */
 	uint32_t list[MOE_INLINE];
-	uint32_t ids[MOE_INLINE];
+	alignas(16) uint32_t ids[MOE_INLINE];
 	uint32_t heads[MOE_INLINE / 32];
 	uint32_t nr_tiles;
 };
@@ -131,6 +150,9 @@ template <int NTMAX, int WK, int G> struct moe_shape {
 			       : (XC2 *MOE_H_BRICK + 63u) / 128u * 128u + 64u;
 	static constexpr uint32_t CHUNK = NTOK * (XROW1 > XROW2 ? XROW1 : XROW2);
 	static constexpr uint32_t CHUNKS = WK > 1 ? 3 : 2;
+	/* many rows: by the copy engine, which needs a fence; few: by the warp, at once
+	 */
+	static constexpr bool BULK = NTMAX == 4;
 	static constexpr uint32_t RED = (WK > 1 ? 16u : 8u) * 1024u * NTMAX;
 	static constexpr uint32_t FIT =
 		(MOE_SMEM - RED - CHUNKS * CHUNK -
@@ -214,14 +236,20 @@ __device__ __forceinline__ void own_plan(const struct moe_i4 &a,
 	if (i < MOE_INLINE / 32)
 		sh.heads[i] = 0;
 	if (i < n)
-		sh.ids[i] = id = min(a.ids[i], a.nr_experts - 1);
+		id = min(a.ids[i], a.nr_experts - 1);
+	if (i < (n + 3) / 4 * 4)
+		sh.ids[i] = i < n ? id : ~0u;
 	__syncthreads();
-	for (uint32_t j = 0; j < n && i < n; j++) {
-		uint32_t o = sh.ids[j];
+#pragma unroll 4
+	for (uint32_t j = 0; j < n && i < n; j += 4) {
+		const uint4 v = *(const uint4 *)&sh.ids[j];
+		const uint32_t o[4] = {v.x, v.y, v.z, v.w};
 
-		less += o < id;
-		equal += o == id;
-		rank += o == id && j < i;
+		for (uint32_t k = 0; k < 4; k++) {
+			less += o[k] < id;
+			equal += o[k] == id;
+			rank += o[k] == id && j + k < i;
+		}
 	}
 	pos = less + rank;
 	head = i < n && rank % NTOK == 0;

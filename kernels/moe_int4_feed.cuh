@@ -10,45 +10,73 @@
 
 #include "moe_int4.cuh"
 
-/* Stream the unit's rows of one matrix: a stage is WM row tiles x WK bricks. */
+/* Parts of row block @rb that exist. */
+template <int WK>
+__device__ __forceinline__ uint32_t rsub_of(const struct moe_mat &m, uint32_t rb)
+{
+	constexpr uint32_t WM = MOE_GROUP / WK;
+
+	return min(m.rsub, (m.mtiles + WM - 1) / WM - rb * m.rsub);
+}
+
+/* Stage @k of row block @rb of one matrix: WM row tiles x WK bricks. */
 template <int WK, uint32_t BRICK, uint32_t STAGE, uint32_t STAGES>
-__device__ __forceinline__ void stream_weights(const struct moe_mat &m,
-					       const struct moe_unit &u,
-					       struct moe_ring &r, uint64_t policy)
+__device__ __forceinline__ void stream_stage(const struct moe_mat &m, const uint8_t *w,
+					     uint32_t rb, uint32_t k, struct moe_ring &r,
+					     uint64_t policy)
 {
 	constexpr uint32_t WM = MOE_GROUP / WK;
 	const uint32_t lane = threadIdx.x % 32;
-	const uint8_t *w = m.base + u.expert * m.expert_bytes;
-	const uint32_t m0 = u.rb * WM, nm = min(WM, m.mtiles - m0);
+	const uint32_t m0 = rb * WM, nm = min(WM, m.mtiles - m0);
 	/* Pieces: a whole stage, a row tile's bricks, or single bricks. */
 	const bool whole = m.wl == WM && nm == WM, rows = m.wl == 1;
 	const uint32_t lm = lane / WK, lk = lane % WK, mt = m0 + lm;
 	const uint32_t bmt = mt / m.wl * m.wl * m.kbricks + mt % m.wl;
+	const uint32_t nk = min((uint32_t)WK, m.kbricks - k);
+	const uint32_t bar = r.full + 8 * r.stage, dst = r.base + r.stage * STAGE;
+	const uint8_t *src = w + (uint64_t)(bmt + (k + lk) * m.wl) * BRICK;
 
-	for (uint32_t k = 0; k < m.kbricks; k += WK) {
-		uint32_t nk = min((uint32_t)WK, m.kbricks - k);
-		uint32_t bar = r.full + 8 * r.stage, dst = r.base + r.stage * STAGE;
-		const uint8_t *src = w + (uint64_t)(bmt + (k + lk) * m.wl) * BRICK;
-
-		ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
+	ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
+	if (lane == 0)
+		ptx_mbar_expect(bar, nm * nk * BRICK);
+	__syncwarp();
+	if (whole) {
 		if (lane == 0)
-			ptx_mbar_expect(bar, nm * nk * BRICK);
-		__syncwarp();
-		if (whole) {
-			if (lane == 0)
-				ptx_bulk_stream(dst, src, WM * nk * BRICK, bar, policy);
-		} else if (rows) {
-			if (lm < nm && lk == 0)
-				ptx_bulk_stream(dst + lane * BRICK, src, nk * BRICK, bar,
-						policy);
-		} else if (lm < nm && lk < nk) {
-			ptx_bulk_stream(dst + lane * BRICK, src, BRICK, bar, policy);
-		}
-		ring_next<STAGES>(r);
+			ptx_bulk_stream(dst, src, WM * nk * BRICK, bar, policy);
+	} else if (rows) {
+		if (lm < nm && lk == 0)
+			ptx_bulk_stream(dst + lane * BRICK, src, nk * BRICK, bar, policy);
+	} else if (lm < nm && lk < nk) {
+		ptx_bulk_stream(dst + lane * BRICK, src, BRICK, bar, policy);
 	}
+	ring_next<STAGES>(r);
 }
 
-/* Claims units two ahead, hands them on, streams their weights. The first unit is the
+/* A unit's weights. Row blocks of SECOND that share their tokens come in pairs, stage by
+ * stage in turn, so that each consumer group has a row block for itself. */
+template <int NTMAX, int WK, int G>
+__device__ __forceinline__ void stream_unit(const struct moe_i4 &a,
+					    const struct moe_unit &u, struct moe_ring &r,
+					    uint64_t policy)
+{
+	using S = moe_shape<NTMAX, WK, G>;
+	const struct moe_mat &m = u.type == MOE_FIRST ? a.w13 : a.w2;
+	const uint8_t *w = m.base + u.expert * m.expert_bytes;
+
+	if (u.type == MOE_FIRST) {
+		for (uint32_t k = 0; k < m.kbricks; k += WK)
+			stream_stage<WK, S::BRICK, S::STAGE, S::STAGES>(m, w, u.rb, k, r,
+									policy);
+		return;
+	}
+	for (uint32_t i = 0, nr = rsub_of<1>(m, u.rb); i < nr; i += 2)
+		for (uint32_t k = 0; k < m.kbricks; k++)
+			for (uint32_t j = i; j < i + 2 && j < nr; j++)
+				stream_stage<1, S::BRICK, S::STAGE, S::STAGES>(
+					m, w, u.rb * m.rsub + j, k, r, policy);
+}
+
+/* Claims units, hands them on, streams their weights. The first unit is the
  * CTA's own number, so that the stream starts without a round trip. */
 template <int NTMAX, int WK, int G>
 __device__ __forceinline__ void
@@ -58,12 +86,10 @@ weight_warp(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, struct moe_rin
 	const uint32_t lane = threadIdx.x % 32;
 	const uint64_t policy = ptx_policy_stream();
 	struct moe_place p = {};
-	uint32_t c1, c2 = 0;
-	struct moe_unit u = unit_decode<NTMAX>(a, sh, blockIdx.x), next;
+	uint32_t c = 0;
+	struct moe_unit u = unit_decode<NTMAX>(a, sh, blockIdx.x);
 
-	if (lane == 0)
-		c2 = atomicAdd(a.claim, 1);
-	for (;;) {
+	for (;; place_next(p)) {
 		ptx_mbar_wait(ptx_smem(&sh.q_empty[p.q]), p.phase ^ 1);
 		if (lane == 0) {
 			sh.unit[p.q] = u;
@@ -72,18 +98,12 @@ weight_warp(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, struct moe_rin
 		__syncwarp();
 		if (u.type == MOE_END)
 			return;
-		c1 = __shfl_sync(~0u, c2, 0);
+		/* the round trip of the claim hides behind the unit's own weights */
 		if (lane == 0)
-			c2 = atomicAdd(a.claim, 1);
-		next = unit_decode<NTMAX>(a, sh, c1);
-		if (u.type == MOE_FIRST)
-			stream_weights<WK, S::BRICK, S::STAGE, S::STAGES>(a.w13, u, r,
-									  policy);
-		else if (u.type == MOE_SECOND)
-			stream_weights<1, S::BRICK, S::STAGE, S::STAGES>(a.w2, u, r,
-									 policy);
-		u = next;
-		place_next(p);
+			c = gridDim.x + atomicAdd(a.claim, 1);
+		if (u.type <= MOE_SECOND)
+			stream_unit<NTMAX, WK, G>(a, u, r, policy);
+		u = unit_decode<NTMAX>(a, sh, __shfl_sync(~0u, c, 0));
 	}
 }
 
@@ -102,22 +122,35 @@ __device__ __forceinline__ void stream_tokens(const struct moe_rows &rows,
 					      struct moe_ring &r)
 {
 	const uint32_t lane = threadIdx.x % 32;
-	const uint8_t *src = nullptr;
+	uint64_t src = 0;
 
-	static_assert(S::NTOK <= 32, "a lane brings one row");
+	static_assert(S::NTOK <= 32, "a lane knows one row");
 	if (lane < n)
-		src = rows.base + (uint64_t)(slot[lane] / rows.per_row) * rows.row_bytes;
+		src = (uint64_t)(rows.base +
+				 (uint64_t)(slot[lane] / rows.per_row) * rows.row_bytes);
 	for (uint32_t at = 0; at < rows.row_bytes; at += rows.step) {
 		uint32_t bytes = min(rows.step, rows.row_bytes - at),
 			 bar = r.full + 8 * r.stage;
+		uint32_t dst = r.base + r.stage * S::CHUNK;
 
 		ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
-		if (lane == 0)
-			ptx_mbar_expect(bar, n * bytes);
-		__syncwarp();
-		if (src)
-			ptx_bulk(r.base + r.stage * S::CHUNK + lane * rows.pad, src + at,
-				 bytes, bar);
+		if constexpr (S::BULK) {
+			if (lane == 0)
+				ptx_mbar_expect(bar, n * bytes);
+			__syncwarp();
+			if (lane < n)
+				ptx_bulk(dst + lane * rows.pad, (const uint8_t *)src + at,
+					 bytes, bar);
+		} else {
+			for (uint32_t i = 0; i < n; i++, dst += rows.pad) {
+				const uint8_t *row =
+					(const uint8_t *)__shfl_sync(~0u, src, i) + at;
+
+				for (uint32_t b = lane * 16; b < bytes; b += 512)
+					ptx_copy16(dst + b, row + b);
+			}
+			ptx_copy_arrive(bar);
+		}
 		ring_next<S::CHUNKS>(r);
 	}
 }
@@ -139,7 +172,7 @@ __device__ __forceinline__ float h_back(float inv)
 }
 
 /* What the consumers need to know about a unit's tokens. */
-template <int NTMAX, int WK>
+template <int NTMAX, int WK, bool BULK>
 __device__ __forceinline__ void unit_prepare(const struct moe_i4 &a,
 					     struct moe_shared<NTMAX> &sh,
 					     const struct moe_unit &u, uint32_t q)
@@ -155,7 +188,8 @@ __device__ __forceinline__ void unit_prepare(const struct moe_i4 &a,
 			while (ptx_ld_acquire(&a.done1[u.tile]) < a.w13.rblocks)
 				;
 		__syncwarp();
-		ptx_fence_async();
+		if (BULK)
+			ptx_fence_async();
 	}
 	if (lane < u.n) {
 		sh.slot[q][lane] = slot;
@@ -188,7 +222,7 @@ __device__ __forceinline__ void token_warp(const struct moe_i4 &a,
 
 		if (i % 2 == self) {
 			if (u.type <= MOE_SECOND)
-				unit_prepare<NTMAX, WK>(a, sh, u, p.q);
+				unit_prepare<NTMAX, WK, S::BULK>(a, sh, u, p.q);
 			if (lane == 0)
 				ptx_mbar_arrive(ptx_smem(&sh.q_ready[p.q]));
 			if (u.type == MOE_END)
@@ -212,8 +246,24 @@ __device__ __forceinline__ void token_warp(const struct moe_i4 &a,
 	}
 }
 
+/* The last CTA leaves the counters as it found them: zero. */
+__device__ __forceinline__ void clear_counters(const struct moe_i4 &a)
+{
+	const uint32_t lane = threadIdx.x % 32;
+	uint32_t before = 0;
+
+	if (lane == 0) {
+		__threadfence();
+		before = atomicAdd(a.exits, 1);
+	}
+	if (__shfl_sync(~0u, before, 0) != gridDim.x - 1)
+		return;
+	for (uint32_t i = lane; i < a.nr_clear; i += 32)
+		a.claim[i] = 0;
+}
+
 /* Makes a unit's results known to the other CTAs: fences here, not in the consumers. */
-template <int NTMAX>
+template <int NTMAX, bool BULK>
 __device__ __forceinline__ void signal_warp(const struct moe_i4 &a,
 					    struct moe_shared<NTMAX> &sh)
 {
@@ -224,10 +274,10 @@ __device__ __forceinline__ void signal_warp(const struct moe_i4 &a,
 		const struct moe_unit u = sh.unit[p.q];
 
 		if (u.type == MOE_END)
-			return;
+			break;
 		ptx_mbar_wait(ptx_smem(&sh.q_done[p.q]), p.phase);
 		if (u.type <= MOE_SECOND && threadIdx.x % 32 == 0) {
-			if (u.type == MOE_FIRST)
+			if (BULK && u.type == MOE_FIRST)
 				ptx_fence_async();
 			__threadfence();
 			ptx_red_release(u.type == MOE_FIRST ? &a.done1[u.tile]
@@ -239,6 +289,8 @@ __device__ __forceinline__ void signal_warp(const struct moe_i4 &a,
 			ptx_mbar_arrive(ptx_smem(&sh.q_empty[p.q]));
 		place_next(p);
 	}
+	if (a.nr_clear)
+		clear_counters(a);
 }
 
 #endif /* KVK_MOE_INT4_FEED_CUH */

@@ -14,45 +14,62 @@
 /* ------------------------------------------------------------------------------ products
  */
 
-/* Eight nibbles to four pairs: bf16 (x) or f16 (h), exact integers. */
-template <bool BF16> __device__ __forceinline__ void dequant(uint32_t w, uint32_t (&p)[4])
+/* A nibble n = q + 8 becomes a 16-bit float by and-or alone: 128 + n in bf16 (x), 1024 +
+ * n or 1024 + 16 n in f16 (h; columns 2, 3, 6, 7 of eight, whose h is stored as h / 16).
+ * What is too much is the same for every row of W, so it is cheaper taken off once for
+ * all rows: by a product of the tokens with constants (few tokens), or from each weight
+ * (many). */
+template <enum moe_mode MODE, bool EXACT>
+__device__ __forceinline__ void dequant(uint32_t w, uint32_t (&p)[4])
 {
-	if constexpr (BF16) {
 #pragma unroll
-		for (int j = 0; j < 4; j++)
-			p[j] = ptx_fma_bf16x2(
-				ptx_and_or(w >> (4 * j), 0x000f000fu, 0x43004300u),
-				0x3f803f80u, 0xc308c308u); /* 128 + q + 8 */
-	} else {
-#pragma unroll
-		for (int j = 0; j < 4; j += 2) {
-			uint32_t v = w >> (4 * j);
-
-			p[j] = ptx_fma_f16x2(ptx_and_or(v, 0x000f000fu, 0x64006400u),
-					     0x3c003c00u, 0xe408e408u); /* 1024 + q + 8 */
-			p[j + 1] = ptx_fma_f16x2(
-				ptx_and_or(v, 0x00f000f0u, 0x64006400u), 0x2c002c00u,
-				0xd480d480u); /* (1024 + 16 (q + 8)) / 16 */
+	for (int j = 0; j < 4; j++) {
+		if constexpr (MODE == MOE_X) {
+			p[j] = ptx_and_or(w >> (4 * j), 0x000f000fu, 0x43004300u);
+			if (EXACT)
+				p[j] = ptx_fma_bf16x2(p[j], 0x3f803f80u,
+						      0xc308c308u); /* - 136 */
+		} else {
+			p[j] = ptx_and_or(w >> (j / 2 * 8),
+					  j % 2 ? 0x00f000f0u : 0x000f000fu, 0x64006400u);
+			if (EXACT) /* - 1032, - 1152 */
+				p[j] = ptx_fma_f16x2(p[j], 0x3c003c00u,
+						     j % 2 ? 0xe480e480u : 0xe408e408u);
 		}
 	}
+}
+
+template <enum moe_mode MODE>
+__device__ __forceinline__ void tile_mma(float (&d)[4], const uint32_t (&a)[4],
+					 uint32_t b0, uint32_t b1, const float (&c)[4])
+{
+	if constexpr (MODE == MOE_X)
+		ptx_mma_bf16(d, a, b0, b1, c);
+	else
+		ptx_mma_f16(d, a, b0, b1, c);
 }
 
 /* The B operand of 32 columns for one token: eight neighbours of its row. */
 template <enum moe_mode MODE>
 __device__ __forceinline__ uint4 load_tokens(uint32_t row, uint32_t kb, uint32_t t,
-					     float inv)
+					     float inv, bool there)
 {
+	if (!there) /* zeros cost the least power */
+		return make_uint4(0, 0, 0, 0);
 	if constexpr (MODE != MOE_H32) {
 		return ptx_lds128(row + kb * 64u + t * 16u);
 	} else {
 		uint4 lo = ptx_lds128(row + kb * 128u + t * 32u);
 		uint4 hi = ptx_lds128(row + kb * 128u + t * 32u + 16u);
+		float high = inv * MOE_H_HIGH;
 		uint4 b;
 
 		b.x = ptx_f16x2(__uint_as_float(lo.x) * inv, __uint_as_float(lo.y) * inv);
-		b.y = ptx_f16x2(__uint_as_float(lo.z) * inv, __uint_as_float(lo.w) * inv);
+		b.y = ptx_f16x2(__uint_as_float(lo.z) * high,
+				__uint_as_float(lo.w) * high);
 		b.z = ptx_f16x2(__uint_as_float(hi.x) * inv, __uint_as_float(hi.y) * inv);
-		b.w = ptx_f16x2(__uint_as_float(hi.z) * inv, __uint_as_float(hi.w) * inv);
+		b.w = ptx_f16x2(__uint_as_float(hi.z) * high,
+				__uint_as_float(hi.w) * high);
 		return b;
 	}
 }
@@ -92,14 +109,37 @@ __device__ __forceinline__ void load_scales(uint32_t addr, uint32_t g, uint32_t 
 	}
 }
 
+/* acc += scale * sum, for a scale group's columns of 32 rows and 8 tokens */
+template <enum moe_mode MODE>
+__device__ __forceinline__ void add_group(float (&acc)[4], const float (&sum)[4],
+					  const float *s, const float (&back)[2],
+					  const float *offset)
+{
+#pragma unroll
+	for (int i = 0; i < 4; i++) {
+		float f = s[i / 2];
+
+		if constexpr (MODE == MOE_H16)
+			f *= back[i % 2];
+		acc[i] += f * (offset ? sum[i] + offset[i] : sum[i]);
+	}
+}
+
 /* One brick (32 rows x 128 columns) times 8 NT tokens: acc[m tile][n tile][fragment]. */
 template <int NT, int G, enum moe_mode MODE>
-__device__ __forceinline__ void brick_mma(float (&acc)[2][NT][4], uint32_t brick,
-					  uint32_t x, uint32_t xrow,
-					  const float (&inv)[NT], uint32_t is_f16)
+__device__ __forceinline__ void
+brick_mma(float (&acc)[2][NT][4], uint32_t brick, uint32_t x, uint32_t xrow,
+	  const float (&inv)[NT], uint32_t n, uint32_t is_f16)
 {
+	constexpr bool EXACT = NT > MOE_OFFSET_NT;
+	constexpr uint32_t O0 =
+		MODE == MOE_X ? 0xc308c308u : 0xe408e408u; /* - 136, - 1032 */
+	constexpr uint32_t O1 =
+		MODE == MOE_X ? 0xc308c308u : 0xe480e480u; /* - 136, - 1152 */
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-	float s[128 / G][4], sum[2][NT][4], back[NT][2];
+	const uint32_t offset[4] = {O0, O0, O1, O1};
+	float zero[4] = {};
+	float s[128 / G][4], sum[2][NT][4], off[NT][4], back[NT][2] = {};
 
 	load_scales<G>(brick + KVK_BRICK_NIBBLES, g, is_f16, s);
 	if constexpr (MODE == MOE_H16) {
@@ -110,17 +150,24 @@ __device__ __forceinline__ void brick_mma(float (&acc)[2][NT][4], uint32_t brick
 	}
 #pragma unroll
 	for (int kb = 0; kb < 4; kb++) {
+		const bool begin = kb * 32 % G == 0, end = (kb + 1) * 32 % G == 0;
 		uint4 w = ptx_lds128(brick + kb * 512u + lane * 16u);
 		uint32_t p[4][4];
 
-		dequant<MODE == MOE_X>(w.x, p[0]);
-		dequant<MODE == MOE_X>(w.y, p[1]);
-		dequant<MODE == MOE_X>(w.z, p[2]);
-		dequant<MODE == MOE_X>(w.w, p[3]);
+		dequant<MODE, EXACT>(w.x, p[0]);
+		dequant<MODE, EXACT>(w.y, p[1]);
+		dequant<MODE, EXACT>(w.z, p[2]);
+		dequant<MODE, EXACT>(w.w, p[3]);
 #pragma unroll
 		for (int nt = 0; nt < NT; nt++) {
 			uint4 b = load_tokens<MODE>(x + (nt * 8u + g) * xrow, kb, t,
-						    inv[nt]);
+						    inv[nt], nt * 8u + g < n);
+
+			if constexpr (!EXACT) {
+				tile_mma<MODE>(off[nt], offset, b.x, b.y,
+					       begin ? zero : off[nt]);
+				tile_mma<MODE>(off[nt], offset, b.z, b.w, off[nt]);
+			}
 #pragma unroll
 			for (int m = 0; m < 2; m++) {
 				uint32_t a0[4] = {p[2 * m][0], p[2 * m + 1][0],
@@ -129,35 +176,26 @@ __device__ __forceinline__ void brick_mma(float (&acc)[2][NT][4], uint32_t brick
 						  p[2 * m][3], p[2 * m + 1][3]};
 				float(&c)[4] = sum[m][nt];
 
-				if (kb * 32 % G == 0)
-					c[0] = c[1] = c[2] = c[3] = 0.0f;
-				if constexpr (MODE == MOE_X) {
-					ptx_mma_bf16(c, a0, b.x, b.y);
-					ptx_mma_bf16(c, a1, b.z, b.w);
-				} else {
-					ptx_mma_f16(c, a0, b.x, b.y);
-					ptx_mma_f16(c, a1, b.z, b.w);
-				}
-				if ((kb + 1) * 32 % G != 0)
-					continue;
-#pragma unroll
-				for (int i = 0; i < 4; i++) {
-					float f = s[kb * 32 / G][2 * m + i / 2];
-
-					if constexpr (MODE == MOE_H16)
-						f *= back[nt][i % 2];
-					acc[m][nt][i] += f * c[i];
-				}
+				if constexpr (!EXACT && G == 32)
+					tile_mma<MODE>(c, a0, b.x, b.y, off[nt]);
+				else
+					tile_mma<MODE>(c, a0, b.x, b.y, begin ? zero : c);
+				tile_mma<MODE>(c, a1, b.z, b.w, c);
+				if (end)
+					add_group<MODE>(acc[m][nt], c,
+							&s[kb * 32 / G][2 * m], back[nt],
+							!EXACT && G != 32 ? off[nt]
+									  : nullptr);
 			}
 		}
 	}
 }
 
-/* The group's stages of a unit into acc. */
+/* The group's stages of row block @rb into acc. */
 template <int NT, int WK, enum moe_mode MODE, int G, class S>
-__device__ __forceinline__ void unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a,
-					 const struct moe_unit &u, const float *inv,
-					 struct moe_ring &r, struct moe_ring &rx)
+__device__ __forceinline__ void
+unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n,
+	 const float *inv, bool keep, struct moe_ring &r, struct moe_ring &rx)
 {
 	constexpr uint32_t WM = MOE_GROUP / WK, XC = MODE == MOE_X ? S::XC1 : S::XC2;
 	constexpr uint32_t XROW = MODE == MOE_X ? S::XROW1 : S::XROW2;
@@ -165,7 +203,7 @@ __device__ __forceinline__ void unit_mma(float (&acc)[2][NT][4], const struct mo
 	const struct moe_mat &m = MODE == MOE_X ? a.w13 : a.w2;
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
 	const uint32_t group = threadIdx.x / 32 / MOE_GROUP, wk = warp % WK;
-	const bool mine = u.rb * WM + warp / WK < m.mtiles && !a.loads_only;
+	const bool mine = rb * WM + warp / WK < m.mtiles && !a.loads_only;
 	float scale[NT];
 
 #pragma unroll
@@ -188,7 +226,7 @@ __device__ __forceinline__ void unit_mma(float (&acc)[2][NT][4], const struct mo
 						acc,
 						r.base + r.stage * S::STAGE +
 							warp * S::BRICK,
-						x + (k - c) * STEP, XROW, scale,
+						x + (k - c) * STEP, XROW, scale, n,
 						a.scale_f16);
 				__syncwarp();
 				if (lane == 0)
@@ -196,11 +234,55 @@ __device__ __forceinline__ void unit_mma(float (&acc)[2][NT][4], const struct mo
 			}
 			ring_next<S::STAGES>(r);
 		}
+		if (keep) /* one chunk, and the next part of the row block needs it too */
+			continue;
 		__syncwarp();
 		if (lane == 0)
 			ptx_mbar_arrive(rx.empty + 8 * rx.stage);
 		ring_next<S::CHUNKS>(rx);
 	}
+}
+
+/* Two row blocks at once, a group each; returns the one that is this group's. */
+template <int NT, enum moe_mode MODE, int G, class S>
+__device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
+					     const struct moe_i4 &a, uint32_t rb,
+					     uint32_t n, const float *inv, bool keep,
+					     struct moe_ring &r, struct moe_ring &rx)
+{
+	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
+	const uint32_t group = threadIdx.x / 32 / MOE_GROUP;
+	const uint32_t x = rx.base + rx.stage * S::CHUNK;
+	float scale[NT];
+
+	rb += r.stage % 2 != group;
+#pragma unroll
+	for (int nt = 0; nt < NT; nt++) {
+		scale[nt] = MODE == MOE_H32 ? inv[nt * 8 + lane / 4] : 1.0f;
+#pragma unroll
+		for (int i = 0; i < 4; i++)
+			acc[0][nt][i] = acc[1][nt][i] = 0.0f;
+	}
+	ptx_mbar_wait(rx.full + 8 * rx.stage, rx.phase);
+	for (uint32_t i = 0; i < 2 * a.w2.kbricks; i++, ring_next<S::STAGES>(r)) {
+		if (r.stage % 2 != group)
+			continue;
+		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
+		if (rb * MOE_GROUP + warp < a.w2.mtiles && !a.loads_only)
+			brick_mma<NT, G, MODE>(
+				acc, r.base + r.stage * S::STAGE + warp * S::BRICK,
+				x + i / 2 * S::H_STEP, S::XROW2, scale, n, a.scale_f16);
+		__syncwarp();
+		if (lane == 0)
+			ptx_mbar_arrive(r.empty + 8 * r.stage);
+	}
+	if (!keep) {
+		__syncwarp();
+		if (lane == 0)
+			ptx_mbar_arrive(rx.empty + 8 * rx.stage);
+		ring_next<S::CHUNKS>(rx);
+	}
+	return rb;
 }
 
 /* Fragment i of warp @w in the exchange buffer. */
@@ -306,10 +388,11 @@ __device__ __forceinline__ void store_h16(const struct moe_i4 &a, float (&acc)[2
 		uint16_t *col = (uint16_t *)row + warp * 16 + g;
 
 		inv = h_scale(amax[token]);
-		col[0] = (uint16_t)ptx_f16x2(acc[0][nt][c] * inv, 0.0f);
-		col[8] = (uint16_t)ptx_f16x2(acc[1][nt][c] * inv, 0.0f);
 		if (warp == 0 && g == 0)
 			*(float *)(row + 256) = h_back(inv);
+		inv *= g & 2 ? MOE_H_HIGH : 1.0f;
+		col[0] = (uint16_t)ptx_f16x2(acc[0][nt][c] * inv, 0.0f);
+		col[8] = (uint16_t)ptx_f16x2(acc[1][nt][c] * inv, 0.0f);
 	}
 }
 
@@ -347,12 +430,11 @@ __device__ __forceinline__ void store_h32(const struct moe_i4 &a,
 /* out[slot][row] */
 template <int NT, enum moe_mode MODE>
 __device__ __forceinline__ void
-store_out(const struct moe_i4 &a, const float (&acc)[2][NT][4], const struct moe_unit &u,
+store_out(const struct moe_i4 &a, const float (&acc)[2][NT][4], uint32_t rb, uint32_t n,
 	  const uint32_t *slot, const float *inv)
 {
-	const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4,
-		       t = lane % 4;
-	const uint32_t row = (u.rb * MOE_GROUP + warp) * 32 + g;
+	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+	const uint32_t row = (rb * MOE_GROUP + threadIdx.x / 32 % MOE_GROUP) * 32 + g;
 
 	if (row >= a.hidden)
 		return;
@@ -361,7 +443,7 @@ store_out(const struct moe_i4 &a, const float (&acc)[2][NT][4], const struct moe
 		const int nt = i / 2, c = i % 2;
 		uint32_t token = nt * 8 + 2 * t + c;
 
-		if (token >= u.n)
+		if (token >= n)
 			continue;
 		float *o = a.out + (uint64_t)slot[token] * a.hidden + row;
 		float back = MODE == MOE_H32 ? h_back(inv[token]) : 1.0f;
@@ -383,60 +465,77 @@ unit_run(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, const struct moe_
 	float acc[2][NT][4];
 
 	if (u.type == MOE_FIRST) {
-		unit_mma<NT, WK, MOE_X, G, S>(acc, a, u, nullptr, r, rx);
+		unit_mma<NT, WK, MOE_X, G, S>(acc, a, u.rb, u.n, nullptr, false, r, rx);
 		unit_reduce<NT, WK>(acc, red);
 		if (store && WK == 1)
 			store_h16<NT>(a, acc, u, sh.slot[q], sh.amax[q]);
 		else if (store)
 			store_h32<NT, WK>(a, acc, u, sh.slot[q]);
-	} else {
-		unit_mma<NT, 1, S::MODE2, G, S>(acc, a, u, sh.inv[q], r, rx);
-		unit_reduce<NT, 1>(acc, red);
-		if (store)
-			store_out<NT, S::MODE2>(a, acc, u, sh.slot[q], sh.inv[q]);
+		return;
+	}
+	for (uint32_t i = 0, nr = rsub_of<1>(a.w2, u.rb); i < nr; i += 2) {
+		uint32_t rb = u.rb * a.w2.rsub + i;
+		const bool keep = i + 2 < nr, pair = i + 1 < nr;
+
+		if (pair) {
+			rb = pair_mma<NT, S::MODE2, G, S>(acc, a, rb, u.n, sh.inv[q],
+							  keep, r, rx);
+		} else {
+			unit_mma<NT, 1, S::MODE2, G, S>(acc, a, rb, u.n, sh.inv[q], keep,
+							r, rx);
+			unit_reduce<NT, 1>(acc, red);
+		}
+		if (store || pair)
+			store_out<NT, S::MODE2>(a, acc, rb, u.n, sh.slot[q], sh.inv[q]);
 	}
 }
 
-/* y of MOE_SUM_TOKS tokens in a row block, slots in order. */
+/* y of four rows: slots in order. */
+__device__ __forceinline__ void sum_four(const struct moe_i4 &a, uint32_t tok,
+					 uint32_t row)
+{
+	float s[4] = {};
+	uint2 *y = (uint2 *)(a.y + (uint64_t)tok * a.hidden + row);
+
+#pragma unroll 8
+	for (uint32_t j = 0; j < a.top_k; j++) {
+		uint64_t slot = (uint64_t)tok * a.top_k + j;
+		float4 o = __ldcg((const float4 *)(a.out + slot * a.hidden + row));
+		float w = a.ids[slot] < a.nr_experts ? a.weights[slot] : NAN;
+
+		s[0] += w * o.x;
+		s[1] += w * o.y;
+		s[2] += w * o.z;
+		s[3] += w * o.w;
+	}
+	if (a.accumulate) {
+		uint2 old = *y;
+
+		s[0] += __uint_as_float(old.x << 16);
+		s[1] += __uint_as_float(old.x & 0xffff0000u);
+		s[2] += __uint_as_float(old.y << 16);
+		s[3] += __uint_as_float(old.y & 0xffff0000u);
+	}
+	*y = make_uint2(ptx_bf16x2(s[0], s[1]), ptx_bf16x2(s[2], s[3]));
+}
+
+/* y of MOE_SUM_TOKS tokens in a row block. */
 __device__ __forceinline__ void unit_sum(const struct moe_i4 &a, const struct moe_unit &u,
 					 uint32_t nr_tiles)
 {
-	const uint32_t row = u.rb * 256u + threadIdx.x % 64 * 4,
-		       group = threadIdx.x / 256;
-	const uint32_t last = min((u.tile + 1) * MOE_SUM_TOKS, a.nr_tokens);
+	const uint32_t group = threadIdx.x / 256, rows = 256u * a.w2.rsub;
+	const uint32_t first = u.tile * MOE_SUM_TOKS;
+	const uint32_t n = min(MOE_SUM_TOKS, a.nr_tokens - first);
 
 	if (threadIdx.x % 256 == 0)
 		while (ptx_ld_acquire(&a.done2[u.rb]) < nr_tiles)
 			;
 	ptx_bar_sync(group ? 4 : 1, MOE_GROUP * 32);
-	if (row >= a.hidden)
-		return;
-	for (uint32_t tok = u.tile * MOE_SUM_TOKS + threadIdx.x / 64; tok < last;
-	     tok += 8) {
-		float s[4] = {};
-		uint2 *y = (uint2 *)(a.y + (uint64_t)tok * a.hidden + row);
+	for (uint32_t i = threadIdx.x; i < n * rows / 4; i += MOE_CONSUMERS * 32) {
+		uint32_t row = u.rb * rows + i % (rows / 4) * 4;
 
-#pragma unroll 8
-		for (uint32_t j = 0; j < a.top_k; j++) {
-			uint64_t slot = (uint64_t)tok * a.top_k + j;
-			float4 o =
-				__ldcg((const float4 *)(a.out + slot * a.hidden + row));
-			float w = a.weights[slot];
-
-			s[0] += w * o.x;
-			s[1] += w * o.y;
-			s[2] += w * o.z;
-			s[3] += w * o.w;
-		}
-		if (a.accumulate) {
-			uint2 old = *y;
-
-			s[0] += __uint_as_float(old.x << 16);
-			s[1] += __uint_as_float(old.x & 0xffff0000u);
-			s[2] += __uint_as_float(old.y << 16);
-			s[3] += __uint_as_float(old.y & 0xffff0000u);
-		}
-		*y = make_uint2(ptx_bf16x2(s[0], s[1]), ptx_bf16x2(s[2], s[3]));
+		if (row < a.hidden)
+			sum_four(a, first + i / (rows / 4), row);
 	}
 }
 
@@ -462,12 +561,14 @@ __device__ __forceinline__ void consumer(const struct moe_i4 &a,
 		else if (NTMAX == 2 || u.n <= 16)
 			unit_run<(NTMAX >= 2 ? 2 : 1), NTMAX, WK, G>(a, sh, u, p.q, red,
 								     r, rx);
+		else if (u.n <= 24)
+			unit_run<(NTMAX >= 4 ? 3 : 1), NTMAX, WK, G>(a, sh, u, p.q, red,
+								     r, rx);
 		else
 			unit_run<NTMAX, NTMAX, WK, G>(a, sh, u, p.q, red, r, rx);
 		__syncwarp();
 		if (threadIdx.x % 32 == 0) {
-			if (threadIdx.x < MOE_GROUP * 32)
-				ptx_mbar_arrive(ptx_smem(&sh.q_done[p.q]));
+			ptx_mbar_arrive(ptx_smem(&sh.q_done[p.q]));
 			ptx_mbar_arrive(ptx_smem(&sh.q_empty[p.q]));
 		}
 		place_next(p);
@@ -485,7 +586,8 @@ __device__ __forceinline__ void init_barriers(struct moe_shared<NTMAX> &sh)
 		ptx_mbar_init(ptx_smem(&sh.empty[i]), MOE_GROUP);
 	}
 	for (uint32_t i = 0; i < S::CHUNKS; i++) {
-		ptx_mbar_init(ptx_smem(&sh.xfull[i]), 1);
+		ptx_mbar_init(ptx_smem(&sh.xfull[i]),
+			      S::BULK ? 1 : 32); /* lanes that copy */
 		ptx_mbar_init(ptx_smem(&sh.xempty[i]), MOE_CONSUMERS);
 	}
 	for (uint32_t i = 0; i < 2; i++)
@@ -493,7 +595,7 @@ __device__ __forceinline__ void init_barriers(struct moe_shared<NTMAX> &sh)
 	for (uint32_t i = 0; i < MOE_QUEUE; i++) {
 		ptx_mbar_init(ptx_smem(&sh.q_full[i]), 1);
 		ptx_mbar_init(ptx_smem(&sh.q_ready[i]), 1);
-		ptx_mbar_init(ptx_smem(&sh.q_done[i]), MOE_GROUP);
+		ptx_mbar_init(ptx_smem(&sh.q_done[i]), MOE_CONSUMERS);
 		ptx_mbar_init(ptx_smem(&sh.q_empty[i]), MOE_CONSUMERS + 3);
 	}
 	ptx_fence_async();
@@ -517,9 +619,10 @@ __global__ void __launch_bounds__(MOE_THREADS, 1)
 	rx.empty = ptx_smem(sh.xempty);
 	if (threadIdx.x == MOE_THREADS - 1)
 		init_barriers<NTMAX, S>(sh);
+	ptx_grid_launch();
+	ptx_grid_wait();
 	if (a.own_plan)
 		own_plan<NTMAX>(a, sh);
-	ptx_grid_wait();
 	if (!a.own_plan && threadIdx.x == 0)
 		sh.nr_tiles = __ldcg(a.nr_tiles);
 	__syncthreads();
@@ -531,7 +634,7 @@ __global__ void __launch_bounds__(MOE_THREADS, 1)
 		if (warp == MOE_CONSUMERS)
 			weight_warp<NTMAX, WK, G>(a, sh, r);
 		else if (warp == MOE_CONSUMERS + 3)
-			signal_warp<NTMAX>(a, sh);
+			signal_warp<NTMAX, S::BULK>(a, sh);
 		else
 			token_warp<NTMAX, WK, G>(a, sh, rx, warp - MOE_CONSUMERS - 1);
 	}

@@ -71,11 +71,12 @@ __device__ __forceinline__ void plan_walk(const struct moe_plan &p,
 __device__ __forceinline__ void plan_zero(const struct moe_plan &p)
 {
 	for (uint32_t i = threadIdx.x; i < p.nr_zero; i += blockDim.x)
-		p.zero[i] = i ? 0 : p.claim;
+		p.zero[i] = 0;
 }
 
 __global__ void moe_zero_kernel(const struct moe_plan p)
 {
+	ptx_grid_wait();
 	ptx_grid_launch();
 	plan_zero(p);
 }
@@ -92,6 +93,7 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 	uint32_t total = 0, tiles;
 	uint64_t at;
 
+	ptx_grid_wait();
 	ptx_grid_launch();
 	if (warp < warps) {
 		for (uint32_t i = lane; i < p.nr_experts; i += 32)
@@ -124,9 +126,18 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 
 int moe_plan_launch(const struct moe_plan *p, void *stream)
 {
-	if (p->only_zero)
-		moe_zero_kernel<<<1, 256, 0, (cudaStream_t)stream>>>(*p);
-	else
-		moe_plan_kernel<<<1, MOE_PLAN_THREADS, 0, (cudaStream_t)stream>>>(*p);
-	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+	cudaLaunchAttribute attr[1] = {};
+	cudaLaunchConfig_t cfg = {};
+
+	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr[0].val.programmaticStreamSerializationAllowed = 1;
+	cfg.gridDim = dim3(1);
+	cfg.blockDim = dim3(p->only_zero ? 256 : MOE_PLAN_THREADS);
+	cfg.stream = (cudaStream_t)stream;
+	cfg.attrs = attr;
+	cfg.numAttrs = 1;
+	if (cudaLaunchKernelEx(&cfg, p->only_zero ? moe_zero_kernel : moe_plan_kernel,
+			       *p))
+		return -EIO;
+	return 0;
 }

@@ -20,8 +20,7 @@ struct moe_plan {
 	uint32_t nr_experts;
 	uint32_t tile_tokens;
 	uint32_t nr_zero;
-	uint32_t *zero; /* [nr_zero] words to clear; the first becomes claim */
-	uint32_t claim;
+	uint32_t *zero;	    /* [nr_zero] words to clear */
 	uint32_t only_zero; /* the kernel that follows sorts for itself */
 	uint32_t *nr_tiles; /* written */
 	uint2 *tiles;	    /* expert | tokens << 16, first position in list */

@@ -70,6 +70,19 @@ __device__ __forceinline__ void ptx_bulk(uint32_t dst, const void *src, uint32_t
 		     : "memory");
 }
 
+/* 16 bytes through L2, completing on an mbarrier that counts lanes */
+__device__ __forceinline__ void ptx_copy16(uint32_t dst, const void *src)
+{
+	asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src)
+		     : "memory");
+}
+
+__device__ __forceinline__ void ptx_copy_arrive(uint32_t bar)
+{
+	asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar)
+		     : "memory");
+}
+
 __device__ __forceinline__ uint4 ptx_lds128(uint32_t a)
 {
 	uint4 v;
@@ -88,22 +101,26 @@ __device__ __forceinline__ uint2 ptx_lds64(uint32_t a)
 	return v;
 }
 
-__device__ __forceinline__ void ptx_mma_bf16(float (&c)[4], const uint32_t (&a)[4],
-					     uint32_t b0, uint32_t b1)
+/* d = a b + c, m16n8k16 */
+__device__ __forceinline__ void ptx_mma_bf16(float (&d)[4], const uint32_t (&a)[4],
+					     uint32_t b0, uint32_t b1,
+					     const float (&c)[4])
 {
 	asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
-	    "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-	    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-	    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+	    "{%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+	    : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+	    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]),
+	      "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-__device__ __forceinline__ void ptx_mma_f16(float (&c)[4], const uint32_t (&a)[4],
-					    uint32_t b0, uint32_t b1)
+__device__ __forceinline__ void ptx_mma_f16(float (&d)[4], const uint32_t (&a)[4],
+					    uint32_t b0, uint32_t b1, const float (&c)[4])
 {
 	asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
-	    "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-	    : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-	    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+	    "{%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+	    : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+	    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]),
+	      "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
 __device__ __forceinline__ float ptx_lds32(uint32_t a)
@@ -184,7 +201,7 @@ __device__ __forceinline__ void ptx_red_release(uint32_t *p, uint32_t v)
 		     : "memory");
 }
 
-/* Ordinary stores before, bulk copies after (or the other way round). */
+/* Ordinary stores before, the copy engine after. */
 __device__ __forceinline__ void ptx_fence_async(void)
 {
 	asm volatile("fence.proxy.async;" ::: "memory");

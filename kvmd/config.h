@@ -54,6 +54,7 @@ enum kvd_on_stall { KVD_STALL_WARN, KVD_STALL_KILL };
 /**
  * struct kvd_config - the whole policy
  * @host_bytes: most that all extents of the host backend may hold together; 0 = not set
+ * @gpu_bytes: the same of the cuda backend; 0 = a share of the device's memory
  * @extent_bytes: extent size; 0 = chosen per layout
  * @idle_shrink_ms: a wholly free extent goes back to the system after that
  * @check: KV_CHECK_*
@@ -63,6 +64,7 @@ struct kvd_config {
 	u32 nr_domains;
 	u32 nr_tenants;
 	u64 host_bytes;
+	u64 gpu_bytes;
 	u64 extent_bytes;
 	u32 idle_shrink_ms;
 	u32 check;

@@ -410,6 +410,8 @@ static int parse_root_field(struct cfg_parser *p, const cJSON *item)
 		return cfg_get_uint(p, item, 1, STALL_MS_MAX, &c->stall_ms);
 	if (!strcmp(item->string, "host_bytes"))
 		return cfg_get_size(p, item, &c->host_bytes);
+	if (!strcmp(item->string, "gpu_bytes"))
+		return cfg_get_size(p, item, &c->gpu_bytes);
 	r = cfg_get_choice(p, item, stalls, 2, &v);
 	if (!r)
 		c->on_stall = v ? KVD_STALL_KILL : KVD_STALL_WARN;
@@ -444,8 +446,9 @@ static int check_sums(struct cfg_parser *p)
 
 static int parse_root(struct cfg_parser *p, const cJSON *root)
 {
-	static const char *const known[] = {"domains",	"tenants",  "pool",	  "check",
-					    "stall_ms", "on_stall", "host_bytes", NULL};
+	static const char *const known[] = {"domains",	  "tenants",   "pool",
+					    "check",	  "stall_ms",  "on_stall",
+					    "host_bytes", "gpu_bytes", NULL};
 	const cJSON *item;
 	int r;
 

@@ -21,7 +21,6 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "kvmd/backend/host.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
 #include "kvmd/dbg/trace.h"
@@ -103,9 +102,7 @@ static int core_start(struct kvd *kvd, const struct kvd_config *config, char *er
 	struct kvd_core_config cfg;
 	int r;
 
-	if (!kvd->opt.host_bytes)
-		kvd->opt.host_bytes = config->host_bytes;
-	r = kvd_host_create(kvd->opt.host_bytes, config->extent_bytes, &kvd->backend);
+	r = kvd_memory_open(kvd, config, error);
 	if (r)
 		return r;
 	kvd->env = kvd_state_env(&kvd->state);
@@ -130,7 +127,7 @@ static int core_start(struct kvd *kvd, const struct kvd_config *config, char *er
 	r = kvd_core_init(&kvd->core, &cfg);
 	if (r) {
 		snprintf(error, KVD_CONFIG_ERROR_BYTES, "core: %s", strerror(-r));
-		kvd_host_destroy(kvd->backend);
+		kvd_memory_close(kvd);
 		return r;
 	}
 	kvd_core_now(&kvd->core, kvd->now_ns);
@@ -233,6 +230,8 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	if (r)
 		goto fini_core;
 	r = signals_open(kvd);
+	if (!r)
+		r = kvd_memory_watch(kvd);
 	if (r)
 		goto fini_core;
 	kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -249,7 +248,7 @@ fini_core:
 	if (kvd->kept.found)
 		goto free_config;
 	kvd_core_fini(&kvd->core);
-	kvd_host_destroy(kvd->backend);
+	kvd_memory_close(kvd);
 stop_kept:
 	kvd_kept_stop(kvd, !kvd->kept.found);
 	kvd_loop_destroy(kvd->loop);
@@ -368,8 +367,8 @@ static void say_ready(struct kvd *kvd)
 {
 	ssize_t n;
 
-	kvd_info("main", "serving %s, %s backend, %llu MiB, loop: %s",
-		 kvd->opt.socket_path, kvd->backend->ops->name,
+	kvd_info("main", "serving %s, %s backend (%s), %llu MiB, loop: %s",
+		 kvd->opt.socket_path, kvd->backend->ops->name, kvd->memory.why,
 		 (unsigned long long)(kvd->core.mm.limits.capacity_bytes >> 20),
 		 kvd_loop_engine(kvd->loop));
 	if (kvd->opt.ready_fd < 0)
@@ -394,20 +393,25 @@ int kvd_run(struct kvd *kvd)
 static int restart_needed(const struct kvd *kvd, const struct kvd_config *config,
 			  char *error)
 {
-	const char *field = config->host_bytes != kvd->config.host_bytes ? "host_bytes"
-									 : "pool.extent";
-	u64 want = config->host_bytes, have = kvd->config.host_bytes;
+	const struct {
+		const char *field;
+		u64 want, have;
+	} fixed[] = {
+		{"host_bytes", config->host_bytes, kvd->config.host_bytes},
+		{"gpu_bytes", config->gpu_bytes, kvd->config.gpu_bytes},
+		{"pool.extent", config->extent_bytes, kvd->config.extent_bytes},
+	};
 
-	if (want == have) {
-		want = config->extent_bytes;
-		have = kvd->config.extent_bytes;
+	for (size_t i = 0; i < KV_ARRAY_SIZE(fixed); i++) {
+		if (fixed[i].want == fixed[i].have)
+			continue;
+		snprintf(error, KVD_CONFIG_ERROR_BYTES,
+			 "%s: %llu: in force is %llu, and changing it takes a restart",
+			 fixed[i].field, (unsigned long long)fixed[i].want,
+			 (unsigned long long)fixed[i].have);
+		return -EINVAL;
 	}
-	if (want == have)
-		return 0;
-	snprintf(error, KVD_CONFIG_ERROR_BYTES,
-		 "%s: %llu: in force is %llu, and changing it takes a restart", field,
-		 (unsigned long long)want, (unsigned long long)have);
-	return -EINVAL;
+	return 0;
 }
 
 int kvd_reload(struct kvd *kvd, char *error, u32 *ret_deferred)
@@ -458,8 +462,8 @@ void kvd_fini(struct kvd *kvd)
 	kvd_conn_reap_dead(kvd);
 	kvd_kept_stop(kvd, true);
 	kvd_loop_del(kvd->loop, &kvd->signal_watch);
+	kvd_memory_close(kvd);
 	kvd_loop_destroy(kvd->loop);
-	kvd_host_destroy(kvd->backend);
 	kvd_requests_fini(&kvd->requests);
 	free(kvd->msg_buf);
 	kvd_state_close(&kvd->state);

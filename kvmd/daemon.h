@@ -20,6 +20,7 @@
 #include "kvmd/ipc/optable.h"
 #include "kvmd/ipc/request.h"
 #include "kvmd/ipc/state.h"
+#include "kvmd/memory.h"
 #include "kvmd/own/core.h"
 
 #define KVD_VERSION	      "0.1.0"
@@ -36,6 +37,10 @@
  * @socket_path, @admin_path, @state_dir: where
  * @socket_mode: of the engine socket
  * @host_bytes: 0: from the configuration, else half of the memory
+ * @backend: which memory
+ * @gpu_named, @gpu_uuid: --gpu
+ * @gpu_bytes: 0: from the configuration, else KVD_CUDA_SHARE percent of the device
+ * @test_extents: cuda extents from 2 MiB on
  * @check: KV_CHECK_*, or -1: from the configuration
  * @spin: also with fewer than 4 CPUs
  * @test_layouts: KV_DTYPE_F32 is allowed
@@ -51,6 +56,11 @@ struct kvd_options {
 	char state_dir[512];
 	u32 socket_mode;
 	u64 host_bytes;
+	enum kvd_backend_choice backend;
+	bool gpu_named;
+	u8 gpu_uuid[16];
+	u64 gpu_bytes;
+	bool test_extents;
 	int check;
 	bool spin;
 	bool test_layouts;
@@ -68,6 +78,7 @@ struct kvd_options {
  * @state, @env, @gens: what must survive
  * @kept: what outlives this process
  * @backend: owner
+ * @memory: how @backend was chosen, and its start
  * @core: page state
  * @loop: owner
  * @engine_listen, @admin_listen: sockets
@@ -97,6 +108,7 @@ struct kvd {
 	struct kvd_gen_source gens;
 	struct kvd_kept kept;
 	struct kvd_backend *backend;
+	struct kvd_memory memory;
 	struct kvd_core core;
 	struct kvd_loop *loop;
 	struct kvd_listen engine_listen;

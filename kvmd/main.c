@@ -31,11 +31,16 @@ static const char usage_text[] =
 	"      --keeper             state outlives kill -9: in a keeper process [on]\n"
 	"      --no-keeper          it does not [with --private]\n"
 	"      --private DIR        all of it in DIR, for the caller's uid only\n"
-	"      --backend auto|host  where page memory comes from [auto]\n"
+	"      --backend NAME       auto, host or cuda: where page memory comes from; auto\n"
+	"                           takes the GPU if there is one and host memory is not\n"
+	"                           asked for by --host-bytes [auto]\n"
 	"      --host-bytes SIZE    most memory of the host backend, like 4GiB\n"
+	"      --gpu GPU-UUID       the GPU to serve, where there are several\n"
+	"      --gpu-bytes SIZE     most memory of the GPU for pages [90 % of it]\n"
 	"      --check MODE         batch, off or strict; overrides the file\n"
 	"      --spin               spin 20 us after work also with fewer than 4 CPUs\n"
 	"      --test-layouts       allow float32 pages (tests)\n"
+	"      --test-extents       GPU extents from 2 MiB on (tests)\n"
 	"      --no-uring           use epoll although io_uring works\n"
 	"      --faults SPEC        arm fault points (tests): point:key=value,...;point...\n"
 	"      --ready-fd N         write \"ready\\n\" to N when serving\n"
@@ -53,9 +58,12 @@ enum opt_id {
 	OPT_PRIVATE,
 	OPT_BACKEND,
 	OPT_HOST_BYTES,
+	OPT_GPU,
+	OPT_GPU_BYTES,
 	OPT_CHECK,
 	OPT_SPIN,
 	OPT_TEST_LAYOUTS,
+	OPT_TEST_EXTENTS,
 	OPT_NO_URING,
 	OPT_FAULTS,
 	OPT_READY_FD,
@@ -74,9 +82,12 @@ static const struct option long_options[] = {
 	{"private", required_argument, NULL, OPT_PRIVATE},
 	{"backend", required_argument, NULL, OPT_BACKEND},
 	{"host-bytes", required_argument, NULL, OPT_HOST_BYTES},
+	{"gpu", required_argument, NULL, OPT_GPU},
+	{"gpu-bytes", required_argument, NULL, OPT_GPU_BYTES},
 	{"check", required_argument, NULL, OPT_CHECK},
 	{"spin", no_argument, NULL, OPT_SPIN},
 	{"test-layouts", no_argument, NULL, OPT_TEST_LAYOUTS},
+	{"test-extents", no_argument, NULL, OPT_TEST_EXTENTS},
 	{"no-uring", no_argument, NULL, OPT_NO_URING},
 	{"faults", required_argument, NULL, OPT_FAULTS},
 	{"ready-fd", required_argument, NULL, OPT_READY_FD},
@@ -131,6 +142,36 @@ static int set_check(struct kvd_options *opt, const char *value)
 	return bad("--check", value, "must be batch, off or strict");
 }
 
+static int set_backend(struct kvd_options *opt, const char *value)
+{
+	static const char *const names[] = {
+		[KVD_BACKEND_AUTO] = "auto",
+		[KVD_BACKEND_HOST] = "host",
+		[KVD_BACKEND_CUDA] = "cuda",
+	};
+
+	for (int i = 0; i < (int)KV_ARRAY_SIZE(names); i++) {
+		if (!strcmp(value, names[i])) {
+			opt->backend = (enum kvd_backend_choice)i;
+			return 0;
+		}
+	}
+	return bad("--backend", value, "must be auto, host or cuda");
+}
+
+/* An option of a memory that was excluded would be ignored without a word. */
+static int check_backend(const struct kvd_options *opt)
+{
+	bool gpu = opt->gpu_named || opt->gpu_bytes;
+
+	if (opt->backend == KVD_BACKEND_CUDA && opt->host_bytes)
+		return bad("--host-bytes", "SIZE", "does not go with --backend cuda");
+	if (gpu && (opt->backend == KVD_BACKEND_HOST || opt->host_bytes))
+		return bad(opt->gpu_named ? "--gpu" : "--gpu-bytes", "",
+			   "does not go with host memory");
+	return 0;
+}
+
 static int set_fd(struct kvd_options *opt, const char *value)
 {
 	char *end;
@@ -166,12 +207,20 @@ static int set_value(struct cmdline *cmd, int id, const char *value)
 		cmd->private_dir = value;
 		return 0;
 	case OPT_BACKEND:
-		if (strcmp(value, "auto") && strcmp(value, "host"))
-			return bad("--backend", value, "this build knows auto and host");
-		return 0;
+		return set_backend(opt, value);
 	case OPT_HOST_BYTES:
 		if (kvd_size_parse(value, &opt->host_bytes) || !opt->host_bytes)
 			return bad("--host-bytes", value, "not a size like 4GiB");
+		return 0;
+	case OPT_GPU:
+		if (kvd_uuid_parse(value, opt->gpu_uuid))
+			return bad("--gpu", value, "not GPU- and a UUID");
+		opt->gpu_named = true;
+		return 0;
+	case OPT_GPU_BYTES:
+		if (kvd_size_parse(value, &opt->gpu_bytes) || opt->gpu_bytes < 2u << 20)
+			return bad("--gpu-bytes", value,
+				   "not a size from 2MiB, like 40GiB");
 		return 0;
 	case OPT_CHECK:
 		return set_check(opt, value);
@@ -196,6 +245,9 @@ static int parse_args(struct cmdline *cmd, int argc, char **argv)
 			break;
 		case OPT_TEST_LAYOUTS:
 			cmd->opt.test_layouts = true;
+			break;
+		case OPT_TEST_EXTENTS:
+			cmd->opt.test_extents = true;
 			break;
 		case OPT_NO_URING:
 			cmd->opt.force_epoll = true;
@@ -228,7 +280,7 @@ static int parse_args(struct cmdline *cmd, int argc, char **argv)
 	}
 	if (!r && optind < argc)
 		return bad("argument", argv[optind], "kvmd takes none");
-	return r;
+	return r ? r : check_backend(&cmd->opt);
 }
 
 static int private_paths(struct cmdline *cmd)

@@ -363,7 +363,8 @@ struct kvc_pool {
 	struct kv_layout layout;
 	float *scales;
 	u8 gpu_uuid[16];
-	u8 *base;
+	struct kvc_gpu *gpu; /* NULL on host memory */
+	u8 *base;	     /* a device pointer on a GPU: not to be read here */
 	size_t va_bytes;
 	u32 nr_extents;
 	struct kvc_extent *extents;
@@ -390,6 +391,17 @@ void kvc_extents_orphan_locked(struct kvc_pool *pool);
 void kvc_extents_run_locked(struct kvc_pool *pool);
 int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,
 		     size_t stride);
+
+/* -------------------------------------------------------------------------------- gpu.c
+ */
+
+struct kvc_gpu;
+int kvc_gpu_visible(const u8 *uuid);
+int kvc_gpu_open(const u8 *uuid, struct kvc_gpu **ret_gpu);
+int kvc_gpu_reserve(struct kvc_gpu *gpu, size_t bytes, u8 **ret_base);
+int kvc_gpu_unreserve(struct kvc_gpu *gpu, u8 *base, size_t bytes);
+int kvc_gpu_map(struct kvc_gpu *gpu, int fd, u8 *addr, size_t bytes);
+int kvc_gpu_unmap(struct kvc_gpu *gpu, u8 *addr, size_t bytes);
 
 /* ------------------------------------------------------------------------------ alloc.c
  */

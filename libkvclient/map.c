@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * map.c - pools, their published tables, and extents in a reserved address range. Tour
- *7/12.
+ * map.c - pools, their tables, and extents in a reserved address range. Tour 7/12.
  *
  * A pool reserves addresses for all pages it can ever hold, once, without memory behind
  *them. An extent is mapped at index * extent_bytes once per (index, serial), when
@@ -25,7 +24,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define NR_PAGES_LIMIT (1u << 28)
+#define NR_PAGES_LIMIT	   (1u << 28)
+#define KV_GPU_GRANULARITY (2ull << 20) /* facts F-vmm */
 
 /* ------------------------------------------------------------------------------ extents
  */
@@ -35,6 +35,8 @@ static int unmap_extent(struct kvc_pool *pool, u32 index)
 {
 	u8 *addr = pool->base + index * pool->geometry.extent_bytes;
 
+	if (pool->gpu)
+		return kvc_gpu_unmap(pool->gpu, addr, pool->geometry.extent_bytes);
 	if (mmap(addr, pool->geometry.extent_bytes, PROT_NONE,
 		 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
 		 0) == MAP_FAILED)
@@ -42,16 +44,13 @@ static int unmap_extent(struct kvc_pool *pool, u32 index)
 	return 0;
 }
 
-/* Map the received descriptor, if there is one and the addresses are free. */
-static int map_extent(struct kvc_pool *pool, u32 index)
+static int map_memory(struct kvc_pool *pool, u32 index)
 {
 	struct kvc_extent *e = &pool->extents[index];
 	u64 bytes = pool->geometry.extent_bytes;
 	u8 *addr = pool->base + index * bytes;
 	struct stat st;
 
-	if (e->fd < 0 || e->state != KVC_EXTENT_NONE)
-		return 0;
 	if (fstat(e->fd, &st) || (u64)st.st_size < bytes)
 		return kvc_fail(-EPROTO, "extent %u: %lld bytes, expected %llu", index,
 				(long long)st.st_size, (unsigned long long)bytes);
@@ -64,6 +63,22 @@ static int map_extent(struct kvc_pool *pool, u32 index)
 		return r;
 	}
 	madvise(addr, bytes, MADV_DONTFORK);
+	return 0;
+}
+
+/* Map the received descriptor, if there is one and the addresses are free. */
+static int map_extent(struct kvc_pool *pool, u32 index)
+{
+	struct kvc_extent *e = &pool->extents[index];
+	u64 bytes = pool->geometry.extent_bytes;
+	int r;
+
+	if (e->fd < 0 || e->state != KVC_EXTENT_NONE)
+		return 0;
+	r = pool->gpu ? kvc_gpu_map(pool->gpu, e->fd, pool->base + index * bytes, bytes)
+		      : map_memory(pool, index);
+	if (r)
+		return r;
 	close(e->fd);
 	e->fd = -1;
 	e->serial = e->fd_serial;
@@ -138,8 +153,9 @@ int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in)
 			return kvc_fail(-EPROTO, "extent_added.index=%u: pool has %u",
 					index, pool->nr_extents);
 		e = &pool->extents[index];
-		if (e->state == KVC_EXTENT_MAPPED && e->serial == m->extents[i].serial)
-			continue;
+		if (e->state == KVC_EXTENT_MAPPED && e->serial == m->extents[i].serial &&
+		    !KV_MUTANT(duplicate_is_new))
+			continue; /* a second descriptor of the same memory (cases O12) */
 		if (e->state == KVC_EXTENT_MAPPED ||
 		    (e->state != KVC_EXTENT_NONE && e->ack))
 			return kvc_fail(-EPROTO, "extent %u was reused before UNMAPPED",
@@ -153,8 +169,8 @@ int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in)
 		if (r == -EPROTO)
 			return r;
 		if (r)
-			kvc_log(pool->c, KVC_LOG_WARN, "extent %u could not be mapped",
-				index);
+			kvc_log(pool->c, KVC_LOG_WARN, "extent %u is not mapped: %s",
+				index, kvc_strerror(pool->c));
 	}
 	return 0;
 }
@@ -289,10 +305,13 @@ int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr
 /* --------------------------------------------------------------------------------- pool
  */
 
-static int check_geometry(const struct kv_geometry *g, const struct kv_layout *layout)
+static int check_geometry(const struct kvc_pool *pool, const struct kv_geometry *g)
 {
+	const struct kv_layout *layout = &pool->layout;
+
 	if (!g->nr_pages || g->nr_pages > NR_PAGES_LIMIT || g->shift > 28 ||
 	    g->stride_bytes < kv_page_bytes(layout) || g->extent_bytes % 4096 ||
+	    (pool->gpu && g->extent_bytes % KV_GPU_GRANULARITY) ||
 	    g->extent_bytes > 1ull << 40 || g->stride_bytes << g->shift > g->extent_bytes)
 		return kvc_fail(-EPROTO,
 				"geometry: %u pages, stride %llu, extent %llu, shift %u",
@@ -313,6 +332,8 @@ static int reserve(struct kvc_pool *pool)
 		return kvc_fail(-ENOMEM, "out of memory");
 	for (u32 i = 0; i < pool->nr_extents; i++)
 		pool->extents[i].fd = -1;
+	if (pool->gpu)
+		return kvc_gpu_reserve(pool->gpu, pool->va_bytes, &pool->base);
 	pool->base = mmap(NULL, pool->va_bytes, PROT_NONE,
 			  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (pool->base == MAP_FAILED) {
@@ -350,6 +371,21 @@ static int map_table(struct kvc_pool *pool, struct kvc_link *link, int fd, u64 b
 	return 0;
 }
 
+/* Return: 0; as kvc_gpu_open(); -ESHUTDOWN the pool came back on other memory. */
+static int take_backend(struct kvc_pool *pool, const struct kv_msg_pool_reply *m)
+{
+	if (m->backend != KV_BACKEND_HOST && m->backend != KV_BACKEND_CUDA)
+		return kvc_fail(-ENODEV,
+				"backend=%u: this library maps host memory and CUDA's",
+				m->backend);
+	if (pool->base && (m->backend != pool->backend ||
+			   memcmp(m->gpu_uuid, pool->gpu_uuid, sizeof(m->gpu_uuid))))
+		return kvc_fail(-ESHUTDOWN, "the pool came back on other memory");
+	if (m->backend == KV_BACKEND_HOST || pool->gpu)
+		return 0;
+	return kvc_gpu_open(m->gpu_uuid, &pool->gpu);
+}
+
 static int take_reply(struct kvc_pool *pool, struct kvc_link *link, struct kvc_msg_in *in)
 {
 	const struct kv_msg_pool_reply *m = &in->pool;
@@ -365,10 +401,9 @@ static int take_reply(struct kvc_pool *pool, struct kvc_link *link, struct kvc_m
 	pool->opened = true;
 	if (in->nr_fds != 1)
 		return kvc_fail(-EPROTO, "pool_reply with %u descriptors", in->nr_fds);
-	if (m->backend != KV_BACKEND_HOST)
-		return kvc_fail(-ENODEV, "backend=%u: this library maps host memory only",
-				m->backend);
-	r = check_geometry(&m->geometry, &pool->layout);
+	r = take_backend(pool, m);
+	if (!r)
+		r = check_geometry(pool, &m->geometry);
 	if (r)
 		return r;
 	if (pool->base && (memcmp(&m->geometry, &pool->geometry, sizeof(m->geometry)) ||
@@ -376,6 +411,7 @@ static int take_reply(struct kvc_pool *pool, struct kvc_link *link, struct kvc_m
 		return kvc_fail(-ESHUTDOWN, "the pool came back with another geometry");
 	pool->fingerprint = m->fingerprint;
 	pool->backend = m->backend;
+	memcpy(pool->gpu_uuid, m->gpu_uuid, sizeof(pool->gpu_uuid));
 	pool->geometry = m->geometry;
 	r = pool->base ? 0 : reserve(pool);
 	return r ? r : map_table(pool, link, in->fds[0], m->table_bytes);
@@ -448,6 +484,7 @@ void kvc_pool_free_memory(struct kvc_pool *pool)
 	free(pool->mirror);
 	free(pool->mirror_block);
 	free(pool->extents);
+	free(pool->gpu);
 	free(pool->scales);
 	pthread_mutex_destroy(&pool->lock);
 	pthread_mutex_destroy(&pool->mirror_lock);
@@ -486,6 +523,26 @@ static void send_close(struct kvc_pool *pool, struct kvc_link *link)
 	pool->opened = false;
 }
 
+/* No step names the pool. Addresses that the driver does not give up stay ours. */
+static void unreserve(struct kvc_pool *pool)
+{
+	int r = 0;
+
+	if (!pool->gpu) {
+		munmap(pool->base, pool->va_bytes);
+		return;
+	}
+	for (u32 i = 0; i < pool->nr_extents; i++)
+		if (pool->extents[i].state == KVC_EXTENT_MAPPED ||
+		    pool->extents[i].state == KVC_EXTENT_REMOVING)
+			r |= unmap_extent(pool, i);
+	if (!r)
+		r = kvc_gpu_unreserve(pool->gpu, pool->base, pool->va_bytes);
+	if (r)
+		kvc_log(pool->c, KVC_LOG_ERR, "pool %u: %s", pool->pool_id,
+			kvc_strerror(pool->c));
+}
+
 /** kvc_pool_destroy_locked() - tell kvmd, unmap, forget */
 void kvc_pool_destroy_locked(struct kvc_pool *pool)
 {
@@ -506,6 +563,6 @@ void kvc_pool_destroy_locked(struct kvc_pool *pool)
 		if (pool->extents[i].fd >= 0)
 			close(pool->extents[i].fd);
 	if (pool->base)
-		munmap(pool->base, pool->va_bytes);
+		unreserve(pool);
 	kvc_pool_free_memory(pool);
 }

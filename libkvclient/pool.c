@@ -24,6 +24,13 @@ static int check_args(const struct kv_layout *layout, const float *scales)
 	return 0;
 }
 
+static bool no_uuid(const u8 *uuid)
+{
+	static const u8 zero[16];
+
+	return !memcmp(uuid, zero, sizeof(zero));
+}
+
 static struct kvc_pool *pool_create(struct kvc *c, const struct kv_layout *layout,
 				    const float *scales, const uint8_t *gpu_uuid)
 {
@@ -51,10 +58,14 @@ static struct kvc_pool *pool_create(struct kvc *c, const struct kv_layout *layou
 	return pool;
 }
 
-static bool same_pool(const struct kvc_pool *a, const struct kvc_pool *b)
+/* A pool that is open knows its GPU, also when it was asked for as "the only one". */
+static bool same_pool(const struct kvc_pool *a, const struct kvc_pool *wanted)
 {
+	const struct kvc_pool *b = wanted;
+
 	return !memcmp(&a->layout, &b->layout, sizeof(a->layout)) &&
-	       !memcmp(a->gpu_uuid, b->gpu_uuid, sizeof(a->gpu_uuid)) &&
+	       (no_uuid(b->gpu_uuid) ||
+		!memcmp(a->gpu_uuid, b->gpu_uuid, sizeof(a->gpu_uuid))) &&
 	       (!a->layout.nr_scales ||
 		!memcmp(a->scales, b->scales, a->layout.nr_scales * sizeof(float)));
 }
@@ -121,6 +132,9 @@ int kvc_pool_open(struct kvc *c, const struct kv_layout *layout, const float *sc
 	if (kvc_poisoned(c))
 		return kvc_fail(-EOWNERDEAD, "the process forked");
 	r = check_args(layout, scales);
+	/* Not visible here: refused before kvmd hands out a descriptor (cases O10). */
+	if (!r && gpu_uuid && !no_uuid(gpu_uuid))
+		r = kvc_gpu_visible(gpu_uuid);
 	if (r)
 		return r;
 	pool = pool_create(c, layout, scales, gpu_uuid);

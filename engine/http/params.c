@@ -316,6 +316,19 @@ static int take_all(struct parse *ps, const cJSON *root)
 	return 0;
 }
 
+/* cJSON ends a string at an escaped NUL: the rest would be lost without a word. */
+static bool has_escaped_nul(const char *body, size_t nr_bytes)
+{
+	for (size_t i = 0; i + 6 <= nr_bytes; i++) {
+		if (body[i] != '\\')
+			continue;
+		if (!memcmp(body + i, "\\u0000", 6))
+			return true;
+		i++; /* what is escaped is no backslash of its own */
+	}
+	return false;
+}
+
 int eng_params_parse(const char *body, size_t nr_bytes, const char *model_name,
 		     const struct eng_model *m, struct eng_job_params *ret,
 		     struct eng_api_error *err)
@@ -328,6 +341,8 @@ int eng_params_parse(const char *body, size_t nr_bytes, const char *model_name,
 	int rc;
 
 	memset(err, 0, sizeof(*err));
+	if (has_escaped_nul(body, nr_bytes))
+		return refuse(&ps, "", "body: \\u0000 is not supported");
 	root = cJSON_ParseWithLengthOpts(body, nr_bytes + 1, &end, true);
 	if (!root)
 		return refuse(&ps, "", "body: not JSON at byte %zu of %zu",

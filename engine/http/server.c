@@ -20,6 +20,7 @@
 
 #define BODY_MAX	(4u << 20)
 #define CONNECTIONS_MAX 256u
+#define IDLE_TIMEOUT_S	120u
 #define PEER_POLL_NS	(20 * KV_NSEC_PER_MSEC)
 #define STOP_WAIT_NS	(2 * KV_NSEC_PER_SEC)
 #define STREAM_BLOCK	4096u
@@ -326,6 +327,8 @@ static enum MHD_Result completions(struct eng_http *s, struct MHD_Connection *c,
 	struct stream *st;
 	bool streams;
 
+	/* the timeout is for idle clients; this one waits for us. on_completed() sets it again */
+	MHD_set_connection_option(c, MHD_CONNECTION_OPTION_TIMEOUT, 0u);
 	if (call->too_large)
 		return respond_simple(c, MHD_HTTP_CONTENT_TOO_LARGE,
 				      "body: more than 4 MiB");
@@ -451,6 +454,7 @@ static void on_completed(void *arg, struct MHD_Connection *c, void **call_ptr,
 	if (!call)
 		return;
 	__atomic_sub_fetch(&s->in_flight, 1, __ATOMIC_RELAXED);
+	MHD_set_connection_option(c, MHD_CONNECTION_OPTION_TIMEOUT, IDLE_TIMEOUT_S);
 	free(call->body);
 	free(call);
 	*call_ptr = NULL;
@@ -475,8 +479,8 @@ int eng_http_start(const struct eng_http_options *opt, struct eng_http **ret,
 			MHD_USE_POLL | MHD_USE_ITC,
 		0, NULL, NULL, on_request, s, MHD_OPTION_LISTEN_SOCKET, s->listener.fd,
 		MHD_OPTION_CONNECTION_LIMIT, CONNECTIONS_MAX,
-		MHD_OPTION_CONNECTION_TIMEOUT, 120u, MHD_OPTION_NOTIFY_COMPLETED,
-		on_completed, s, MHD_OPTION_END);
+		MHD_OPTION_CONNECTION_TIMEOUT, IDLE_TIMEOUT_S,
+		MHD_OPTION_NOTIFY_COMPLETED, on_completed, s, MHD_OPTION_END);
 	if (!s->daemon) {
 		rc = eng_refuse(err, -EIO, "libmicrohttpd did not start");
 		goto close_listener;

@@ -76,7 +76,6 @@ static int open_session(struct eng_engine *e, struct eng_err *err)
 		.client_name = e->opt.client_name ? e->opt.client_name : "kv-engine",
 		.timeout_ms = e->opt.timeout_ms,
 	};
-	struct kvc_info info;
 	int rc = kvc_open(&o, &e->kvc);
 
 	if (rc)
@@ -84,8 +83,7 @@ static int open_session(struct eng_engine *e, struct eng_err *err)
 				  o.socket_path ? o.socket_path
 						: "$KVMD_SOCKET or its default",
 				  kvc_strerror(NULL));
-	kvc_info(e->kvc, &info);
-	e->check_mode = info.check_mode;
+	kvc_info(e->kvc, &e->session);
 	return 0;
 }
 
@@ -214,6 +212,38 @@ void eng_engine_destroy(struct eng_engine *e)
 	free(e);
 }
 
+/** eng_session_lost() - no lease is ours any more: what runs is computed again */
+void eng_session_lost(struct eng_engine *e)
+{
+	struct eng_request *r;
+
+	list_for_each_entry (r, &e->running, node)
+		r->revoked = true;
+}
+
+/**
+ * eng_session_look() - is this still the session that leases and mirror are of?
+ *
+ * Any call may have connected again. The new table's words may be lower than those the
+ * mirror holds, which would let leases of the old session pass: the mirror starts anew.
+ *
+ * Return: true: it is; false: it was another one, which is taken note of.
+ */
+bool eng_session_look(struct eng_engine *e)
+{
+	struct kvc_info now;
+
+	kvc_info(e->kvc, &now);
+	if (now.client_id == e->session.client_id &&
+	    now.table_epoch == e->session.table_epoch)
+		return true;
+	e->session = now;
+	memset(e->mirror + 1, 0, e->mirror->nr_pages * sizeof(u64));
+	e->mirror->position = 0;
+	eng_session_lost(e);
+	return false;
+}
+
 /** eng_dispatch_event() - callback of kvc_dispatch() */
 void eng_dispatch_event(void *arg, const struct kvc_event *event)
 {
@@ -228,10 +258,8 @@ void eng_dispatch_event(void *arg, const struct kvc_event *event)
 					eng_table_revoke(&r->table, &event->pages[i]);
 		}
 		break;
-	case KV_MSG_EPOCH: /* a new table: its log starts anew, the next block is a full
-			      one */
-		memset(e->mirror + 1, 0, e->mirror->nr_pages * sizeof(u64));
-		e->mirror->position = 0;
+	case KV_MSG_EPOCH:
+		eng_session_look(e);
 		break;
 	default: /* PRESSURE: admission asks kvmd each time; EXTENT_REMOVED: nothing is
 		    held */

@@ -167,7 +167,7 @@ static int overwrite_page(struct eng_engine *e, const struct kv_grant *page)
 	row = kv_row_make(page->pfn, page->tag, KV_ROW_WRITE, nonce, 0);
 	s->number = kvc_step_number(s->kvc);
 	s->verdicts[0] = (struct kv_verdict){.step = s->number, .rows_checked = 1};
-	if (e->check_mode != KV_CHECK_OFF) {
+	if (e->session.check_mode != KV_CHECK_OFF) {
 		rc = kvc_step_block(s->kvc, e->pool, s->stream, s->block, s->block_bytes);
 		if (!rc)
 			rc = e->ops->tag_check(&check, NULL);
@@ -352,7 +352,8 @@ void eng_inject_verdicts(struct eng_engine *e)
 	if (i < 0)
 		return;
 	/* with check off there is none to leave out */
-	if (e->inject.armed.kind == ENG_INJECT_NO_CHECK && e->check_mode != KV_CHECK_OFF)
+	if (e->inject.armed.kind == ENG_INJECT_NO_CHECK &&
+	    e->session.check_mode != KV_CHECK_OFF)
 		s->verdicts[i] = (struct kv_verdict){.step = s->number - 1};
 	e->inject.armed.kind = ENG_INJECT_NONE;
 }

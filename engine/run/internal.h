@@ -17,7 +17,6 @@
 #define ENG_CHUNK_MAX	4096u
 #define ENG_WAITING_MAX 65536u
 #define ENG_LOGIT_ROWS	64u /* rows of lm_head computed at a time */
-#define ENG_STREAMS	8u  /* positions that libkvclient keeps per pool */
 
 /* ------------------------------------------------------------------ page tables (kv.c)
  */
@@ -219,7 +218,7 @@ struct eng_engine {
 	struct kvc_pool *pool;
 	struct kvc_pool_info pool_info;
 	struct kvk_pages pages;
-	u32 check_mode;
+	struct kvc_info session; /* that leases and mirror are of */
 	struct kv_mirror *mirror;
 	u32 tokens_max; /* of a step */
 	u32 pages_max;	/* of a sequence */
@@ -250,6 +249,8 @@ struct eng_engine {
 
 /* engine.c */
 u64 eng_rand(struct eng_engine *e);
+void eng_session_lost(struct eng_engine *e);
+bool eng_session_look(struct eng_engine *e);
 
 /* kv.c */
 int eng_table_init(struct eng_table *t, u32 cap);

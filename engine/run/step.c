@@ -113,7 +113,7 @@ static int check(struct eng_engine *e)
 	struct eng_step *s = &e->step;
 	int rc = 0;
 
-	if (e->check_mode == KV_CHECK_OFF || KV_MUTANT(no_check))
+	if (e->session.check_mode == KV_CHECK_OFF || KV_MUTANT(no_check))
 		check_off(s);
 	else
 		rc = check_batch(e);
@@ -180,12 +180,17 @@ static int step_begin(struct eng_engine *e)
 	struct eng_step *s = &e->step;
 	int rc = kvc_step_begin(e->kvc, &s->kvc);
 
+	if (rc == -ESHUTDOWN) { /* kvmd ended the session; the next call gets another */
+		eng_session_lost(e);
+		return -ETIMEDOUT;
+	}
 	if (rc)
 		return rc;
 	s->number = kvc_step_number(s->kvc);
-	if (e->check_mode == KV_CHECK_OFF)
-		return 0;
-	rc = kvc_step_block(s->kvc, e->pool, s->stream, s->block, s->block_bytes);
+	if (!eng_session_look(e) && !KV_MUTANT(old_leases_on_a_new_table))
+		rc = -ETIMEDOUT;
+	else if (e->session.check_mode != KV_CHECK_OFF)
+		rc = kvc_step_block(s->kvc, e->pool, s->stream, s->block, s->block_bytes);
 	if (!rc)
 		return 0;
 	kvc_step_retire(s->kvc);

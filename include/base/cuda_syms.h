@@ -24,6 +24,7 @@ typedef int kv_cu_result; /* CUresult; 0 = CUDA_SUCCESS */
 typedef int kv_cu_device;
 typedef u64 kv_cu_handle; /* CUmemGenericAllocationHandle */
 typedef u64 kv_cu_ptr;	  /* CUdeviceptr */
+typedef void *kv_cu_ctx;  /* CUcontext */
 
 /* CUmemLocation, CUmemAllocationProp, CUmemAccessDesc */
 struct kv_cu_location {
@@ -46,41 +47,68 @@ struct kv_cu_access {
 	int flags; /* 1 = read, 3 = read and write */
 };
 
-#define KV_CU_DEVICE	  1
-#define KV_CU_PINNED	  1
-#define KV_CU_POSIX_FD	  1
-#define KV_CU_READ	  1
-#define KV_CU_READWRITE	  3
-#define KV_CU_RECOMMENDED 1
+/* CUipcMemHandle */
+struct kv_cu_ipc_handle {
+	char reserved[64];
+};
+
+#define KV_CU_DEVICE		1
+#define KV_CU_PINNED		1
+#define KV_CU_POSIX_FD		1
+#define KV_CU_READ		1
+#define KV_CU_READWRITE		3
+#define KV_CU_RECOMMENDED	1
+#define KV_CU_IPC_LAZY		1 /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
+
+/* CUdevice_attribute */
+#define KV_CU_ATTR_COMPUTE_MODE 20
+#define KV_CU_ATTR_VMM		102
+#define KV_CU_ATTR_POSIX_FD	103
 
 /* name in the library, member, arguments */
-#define KV_CUDA_SYMS(X)                                                                 \
-	X(cuInit, init, (unsigned flags))                                               \
-	X(cuDriverGetVersion, driver_version, (int *version))                           \
-	X(cuDeviceGetCount, device_count, (int *count))                                 \
-	X(cuDeviceGet, device_get, (kv_cu_device * dev, int ordinal))                   \
-	X(cuDeviceGetName, device_name, (char *name, int len, kv_cu_device dev))        \
-	X(cuDeviceGetUuid_v2, device_uuid, (u8 * uuid, kv_cu_device dev))               \
-	X(cuDeviceTotalMem_v2, device_bytes, (size_t * bytes, kv_cu_device dev))        \
-	X(cuDeviceGetAttribute, device_attr, (int *value, int attr, kv_cu_device dev))  \
-	X(cuMemGetAllocationGranularity, mem_granularity,                               \
-	  (size_t * bytes, const struct kv_cu_alloc_prop *prop, int option))            \
-	X(cuMemCreate, mem_create,                                                      \
-	  (kv_cu_handle * handle, size_t bytes, const struct kv_cu_alloc_prop *prop,    \
-	   u64 flags))                                                                  \
-	X(cuMemRelease, mem_release, (kv_cu_handle handle))                             \
-	X(cuMemExportToShareableHandle, mem_export,                                     \
-	  (void *fd, kv_cu_handle handle, int type, u64 flags))                         \
-	X(cuMemImportFromShareableHandle, mem_import,                                   \
-	  (kv_cu_handle * handle, void *fd, int type))                                  \
-	X(cuMemAddressReserve, va_reserve,                                              \
-	  (kv_cu_ptr * ptr, size_t bytes, size_t align, kv_cu_ptr hint, u64 flags))     \
-	X(cuMemAddressFree, va_free, (kv_cu_ptr ptr, size_t bytes))                     \
-	X(cuMemMap, mem_map,                                                            \
-	  (kv_cu_ptr ptr, size_t bytes, size_t offset, kv_cu_handle handle, u64 flags)) \
-	X(cuMemUnmap, mem_unmap, (kv_cu_ptr ptr, size_t bytes))                         \
-	X(cuMemSetAccess, mem_access,                                                   \
-	  (kv_cu_ptr ptr, size_t bytes, const struct kv_cu_access *desc, size_t nr))
+#define KV_CUDA_SYMS(X)                                                                  \
+	X(cuInit, init, (unsigned flags))                                                \
+	X(cuDriverGetVersion, driver_version, (int *version))                            \
+	X(cuDeviceGetCount, device_count, (int *count))                                  \
+	X(cuDeviceGet, device_get, (kv_cu_device * dev, int ordinal))                    \
+	X(cuDeviceGetName, device_name, (char *name, int len, kv_cu_device dev))         \
+	X(cuDeviceGetUuid_v2, device_uuid, (u8 * uuid, kv_cu_device dev))                \
+	X(cuDeviceTotalMem_v2, device_bytes, (size_t * bytes, kv_cu_device dev))         \
+	X(cuDeviceGetAttribute, device_attr, (int *value, int attr, kv_cu_device dev))   \
+	X(cuMemGetAllocationGranularity, mem_granularity,                                \
+	  (size_t * bytes, const struct kv_cu_alloc_prop *prop, int option))             \
+	X(cuMemCreate, mem_create,                                                       \
+	  (kv_cu_handle * handle, size_t bytes, const struct kv_cu_alloc_prop *prop,     \
+	   u64 flags))                                                                   \
+	X(cuMemRelease, mem_release, (kv_cu_handle handle))                              \
+	X(cuMemExportToShareableHandle, mem_export,                                      \
+	  (void *fd, kv_cu_handle handle, int type, u64 flags))                          \
+	X(cuMemImportFromShareableHandle, mem_import,                                    \
+	  (kv_cu_handle * handle, void *fd, int type))                                   \
+	X(cuMemAddressReserve, va_reserve,                                               \
+	  (kv_cu_ptr * ptr, size_t bytes, size_t align, kv_cu_ptr hint, u64 flags))      \
+	X(cuMemAddressFree, va_free, (kv_cu_ptr ptr, size_t bytes))                      \
+	X(cuMemMap, mem_map,                                                             \
+	  (kv_cu_ptr ptr, size_t bytes, size_t offset, kv_cu_handle handle, u64 flags))  \
+	X(cuMemUnmap, mem_unmap, (kv_cu_ptr ptr, size_t bytes))                          \
+	X(cuMemSetAccess, mem_access,                                                    \
+	  (kv_cu_ptr ptr, size_t bytes, const struct kv_cu_access *desc, size_t nr))     \
+	/* what follows needs or makes a context: never called by kvmd */                \
+	X(cuDevicePrimaryCtxRetain, ctx_retain, (kv_cu_ctx * ctx, kv_cu_device dev))     \
+	X(cuDevicePrimaryCtxRelease_v2, ctx_release, (kv_cu_device dev))                 \
+	X(cuCtxGetCurrent, ctx_current, (kv_cu_ctx * ctx))                               \
+	X(cuCtxGetDevice, ctx_device, (kv_cu_device * dev))                              \
+	X(cuCtxPushCurrent_v2, ctx_push, (kv_cu_ctx ctx))                                \
+	X(cuCtxPopCurrent_v2, ctx_pop, (kv_cu_ctx * ctx))                                \
+	X(cuCtxSynchronize, ctx_sync, (void))                                            \
+	X(cuMemAlloc_v2, alloc, (kv_cu_ptr * ptr, size_t bytes))                         \
+	X(cuMemFree_v2, free, (kv_cu_ptr ptr))                                           \
+	X(cuMemcpyHtoD_v2, copy_in, (kv_cu_ptr dst, const void *src, size_t bytes))      \
+	X(cuMemcpyDtoH_v2, copy_out, (void *dst, kv_cu_ptr src, size_t bytes))           \
+	X(cuIpcGetMemHandle, ipc_get, (struct kv_cu_ipc_handle * handle, kv_cu_ptr ptr)) \
+	X(cuIpcOpenMemHandle_v2, ipc_open,                                               \
+	  (kv_cu_ptr * ptr, struct kv_cu_ipc_handle handle, unsigned flags))             \
+	X(cuIpcCloseMemHandle, ipc_close, (kv_cu_ptr ptr))
 
 /**
  * struct kv_cuda_syms - the driver, or nothing
@@ -154,6 +182,43 @@ static inline int kv_cuda_errno(kv_cu_result r)
 		return -EOPNOTSUPP;
 	default:
 		return -EIO;
+	}
+}
+
+/* In words, for the results that people meet at start-up. */
+static inline const char *kv_cuda_reason(kv_cu_result r)
+{
+	switch (r) {
+	case 0:
+		return "no error";
+	case 2:
+		return "out of memory";
+	case 3:
+		return "not initialised";
+	case 34:
+		return "a stub library, not a driver";
+	case 46:
+		return "device busy or in exclusive mode";
+	case 100:
+		return "no device";
+	case 101:
+		return "no such device";
+	case 304:
+		return "the system refused; are fds or device files short?";
+	case 800:
+		return "not permitted";
+	case 801:
+		return "not supported";
+	case 802:
+		return "system not ready: is the fabric manager running?";
+	case 803:
+		return "driver and library versions differ: reboot or reload the driver";
+	case 804:
+		return "no forward compatibility here";
+	case 999:
+		return "unknown error";
+	default:
+		return "see CUresult";
 	}
 }
 

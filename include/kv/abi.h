@@ -299,8 +299,9 @@ struct kv_msg_pool_reply {
 	uint32_t nr_extents; /* EXTENT_ADDED follows for these */
 	char field[32]; /* on -EINVAL: the layout field that is refused or differs */
 	char error[128];
+	uint8_t gpu_uuid[16]; /* GPU of the memory: ordinals differ between processes; host: 0 */
 };
-KV_ABI_SIZE(kv_msg_pool_reply, 240);
+KV_ABI_SIZE(kv_msg_pool_reply, 256);
 KV_ABI_FIELD(kv_msg_pool_reply, result, 16, 4);
 KV_ABI_FIELD(kv_msg_pool_reply, pool_id, 20, 4);
 KV_ABI_FIELD(kv_msg_pool_reply, fingerprint, 24, 8);
@@ -311,6 +312,7 @@ KV_ABI_FIELD(kv_msg_pool_reply, backend, 72, 4);
 KV_ABI_FIELD(kv_msg_pool_reply, nr_extents, 76, 4);
 KV_ABI_FIELD(kv_msg_pool_reply, field, 80, 32);
 KV_ABI_FIELD(kv_msg_pool_reply, error, 112, 128);
+KV_ABI_FIELD(kv_msg_pool_reply, gpu_uuid, 240, 16);
 
 #define KV_BACKEND_HOST	       0u
 #define KV_BACKEND_CUDA	       1u

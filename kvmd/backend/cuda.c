@@ -18,12 +18,13 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include "base/cuda_syms.h"
 #include "kvmd/dbg/fault.h"
 
-#define EXTENT_ALIGN_BYTES                                          \
+#define EXTENT_ALIGN_BYTES \
 	(2ull << 20) /* facts F-vmm: granularity of the target GPUs \
 		      */
 #define EXTENT_MIN_BYTES (64ull << 20)
@@ -33,9 +34,10 @@
  * struct cuda - one GPU
  * @state: enum kvd_cuda_state; written by the start thread, read by the loop
  * @any_gpu: no UUID was asked for
- * @uuid: wanted, then found
- * @device: driver's ordinal for @uuid in this process
- * @error: written before @state becomes FAILED
+ * @uuid: wanted
+ * @device: driver's ordinal for the GPU in this process
+ * @info, @capacity_bytes, @error, @result: written by the start thread before @state
+ * @event_fd: written once by the start thread
  */
 struct cuda {
 	struct kvd_backend be;
@@ -45,9 +47,15 @@ struct cuda {
 	bool any_gpu;
 	u8 uuid[16];
 	kv_cu_device device;
+	struct kvd_cuda_info info;
+	u64 want_bytes;
 	u64 capacity_bytes;
+	u64 extent_bytes;
+	bool small_extents;
 	u64 used_bytes;
 	u64 nr_made;
+	int event_fd;
+	kv_cu_result result;
 	char error[160];
 };
 
@@ -67,7 +75,9 @@ static struct kv_cu_alloc_prop alloc_prop(const struct cuda *cuda)
 
 static int start_failed(struct cuda *cuda, const char *what, kv_cu_result r)
 {
-	snprintf(cuda->error, sizeof(cuda->error), "%s: CUDA result %d", what, r);
+	cuda->result = r;
+	snprintf(cuda->error, sizeof(cuda->error), "%s: CUDA result %d (%s)", what, r,
+		 kv_cuda_reason(r));
 	return -EIO;
 }
 
@@ -82,7 +92,9 @@ static int find_device(struct cuda *cuda)
 		return start_failed(cuda, "cuDeviceGetCount", r);
 	if (cuda->any_gpu && nr != 1) {
 		snprintf(cuda->error, sizeof(cuda->error),
-			 "gpu: no UUID given and %d devices are here", nr);
+			 "gpu: no UUID given and %d devices are here: one kvmd serves "
+			 "one GPU, --gpu names it",
+			 nr);
 		return -ENODEV;
 	}
 	for (int i = 0; i < nr; i++) {
@@ -92,13 +104,62 @@ static int find_device(struct cuda *cuda)
 		if (r)
 			return start_failed(cuda, "cuDeviceGetUuid", r);
 		if (cuda->any_gpu || !memcmp(uuid, cuda->uuid, sizeof(uuid))) {
-			memcpy(cuda->uuid, uuid, sizeof(uuid));
+			memcpy(cuda->info.uuid, uuid, sizeof(uuid));
 			return 0;
 		}
 	}
 	snprintf(cuda->error, sizeof(cuda->error),
 		 "gpu: none of %d devices has this UUID", nr);
 	return -ENODEV;
+}
+
+static int read_info(struct cuda *cuda)
+{
+	size_t bytes = 0;
+	kv_cu_result r;
+
+	r = cuda->cu.device_bytes(&bytes, cuda->device);
+	if (r)
+		return start_failed(cuda, "cuDeviceTotalMem", r);
+	cuda->info.total_bytes = bytes;
+	r = cuda->cu.device_name(cuda->info.name, sizeof(cuda->info.name) - 1,
+				 cuda->device);
+	if (r)
+		return start_failed(cuda, "cuDeviceGetName", r);
+	r = cuda->cu.driver_version(&cuda->info.driver_version);
+	if (r)
+		return start_failed(cuda, "cuDriverGetVersion", r);
+	cuda->capacity_bytes =
+		cuda->want_bytes ? cuda->want_bytes : bytes / 100 * KVD_CUDA_SHARE;
+	cuda->capacity_bytes &= ~(EXTENT_ALIGN_BYTES - 1);
+	return 0;
+}
+
+/* Said here in one line, and not found out at the first export (cases O17). */
+static int check_abilities(struct cuda *cuda)
+{
+	static const struct {
+		int attr;
+		const char *name;
+	} needed[] = {
+		{KV_CU_ATTR_VMM, "virtual memory management"},
+		{KV_CU_ATTR_POSIX_FD, "export of memory as a file descriptor"},
+	};
+	kv_cu_result r;
+	int value;
+
+	for (size_t i = 0; i < KV_ARRAY_SIZE(needed); i++) {
+		value = 0;
+		r = cuda->cu.device_attr(&value, needed[i].attr, cuda->device);
+		if (r)
+			return start_failed(cuda, "cuDeviceGetAttribute", r);
+		if (value)
+			continue;
+		snprintf(cuda->error, sizeof(cuda->error), "%s lacks %s", cuda->info.name,
+			 needed[i].name);
+		return -EOPNOTSUPP;
+	}
+	return 0;
 }
 
 static int start(struct cuda *cuda)
@@ -111,6 +172,10 @@ static int start(struct cuda *cuda)
 	if (r)
 		return start_failed(cuda, "cuInit", r);
 	err = find_device(cuda);
+	if (!err)
+		err = read_info(cuda);
+	if (!err)
+		err = check_abilities(cuda);
 	if (err)
 		return err;
 	prop = alloc_prop(cuda);
@@ -132,6 +197,7 @@ static void *start_thread(void *arg)
 
 	__atomic_store_n(&cuda->state, r ? KVD_CUDA_FAILED : KVD_CUDA_READY,
 			 __ATOMIC_RELEASE);
+	eventfd_write(cuda->event_fd, 1);
 	return NULL;
 }
 
@@ -165,7 +231,7 @@ static int cuda_extent_alloc(struct kvd_backend *be, u64 size_bytes,
 
 	kv_assert(size_bytes && size_bytes % EXTENT_ALIGN_BYTES == 0);
 	kv_assert(size_bytes <= EXTENT_MAX_BYTES);
-	switch (kvd_cuda_state(be, NULL)) {
+	switch (kvd_cuda_state(be)) {
 	case KVD_CUDA_STARTING:
 		return -EAGAIN;
 	case KVD_CUDA_FAILED:
@@ -209,12 +275,18 @@ static void cuda_extent_free(struct kvd_backend *be, struct kvd_extent_handle *h
 
 static void cuda_limits(struct kvd_backend *be, struct kvd_backend_limits *ret_limits)
 {
+	const struct cuda *cuda = cuda_of(be);
+	u64 least = cuda->small_extents ? EXTENT_ALIGN_BYTES : EXTENT_MIN_BYTES;
+	u64 fixed = cuda->extent_bytes;
+
 	*ret_limits = (struct kvd_backend_limits){
 		.kind = KV_BACKEND_CUDA,
-		.extent_min_bytes = EXTENT_MIN_BYTES,
-		.extent_max_bytes = EXTENT_MAX_BYTES,
+		.extent_min_bytes = fixed ? fixed : least,
+		.extent_max_bytes = fixed ? fixed : EXTENT_MAX_BYTES,
 		.extent_align_bytes = EXTENT_ALIGN_BYTES,
-		.capacity_bytes = cuda_of(be)->capacity_bytes,
+		.capacity_bytes = kvd_cuda_state(be) == KVD_CUDA_READY
+					  ? cuda->capacity_bytes
+					  : cuda->want_bytes,
 	};
 }
 
@@ -235,25 +307,28 @@ int kvd_cuda_probe(char *error, size_t error_bytes)
 	return r;
 }
 
-int kvd_cuda_create(const u8 *uuid, u64 capacity_bytes, struct kvd_backend **ret_backend)
+int kvd_cuda_create(const struct kvd_cuda_params *params,
+		    struct kvd_backend **ret_backend)
 {
-	struct cuda *cuda;
+	struct cuda *cuda = calloc(1, sizeof(*cuda));
 	int r;
 
-	capacity_bytes &= ~(EXTENT_ALIGN_BYTES - 1);
-	if (!capacity_bytes)
-		return -EINVAL;
-	cuda = calloc(1, sizeof(*cuda));
 	if (!cuda)
 		return -ENOMEM;
 	cuda->be.ops = &cuda_ops;
-	cuda->capacity_bytes = capacity_bytes;
-	cuda->any_gpu = !uuid;
-	if (uuid)
-		memcpy(cuda->uuid, uuid, sizeof(cuda->uuid));
-	r = kv_cuda_load(&cuda->cu, NULL, 0);
+	cuda->want_bytes = params->capacity_bytes & ~(EXTENT_ALIGN_BYTES - 1);
+	cuda->extent_bytes = params->extent_bytes;
+	cuda->small_extents = params->small_extents;
+	cuda->any_gpu = !params->uuid;
+	if (params->uuid)
+		memcpy(cuda->uuid, params->uuid, sizeof(cuda->uuid));
+	cuda->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	r = cuda->event_fd < 0 ? -errno : 0;
 	if (r)
 		goto free_cuda;
+	r = kv_cuda_load(&cuda->cu, NULL, 0);
+	if (r)
+		goto close_event;
 	r = -pthread_create(&cuda->thread, NULL, start_thread, cuda);
 	if (r)
 		goto close_lib;
@@ -262,6 +337,8 @@ int kvd_cuda_create(const u8 *uuid, u64 capacity_bytes, struct kvd_backend **ret
 	return 0;
 close_lib:
 	dlclose(cuda->cu.lib);
+close_event:
+	close(cuda->event_fd);
 free_cuda:
 	free(cuda);
 	return r;
@@ -276,25 +353,37 @@ void kvd_cuda_destroy(struct kvd_backend *backend)
 	cuda = cuda_of(backend);
 	kv_assert(!cuda->used_bytes);
 	pthread_join(cuda->thread, NULL);
+	close(cuda->event_fd);
 	/* The driver stays loaded: it has threads of its own after cuInit. */
 	free(cuda);
 }
 
-enum kvd_cuda_state kvd_cuda_state(struct kvd_backend *backend, u8 *ret_uuid)
+int kvd_cuda_event_fd(const struct kvd_backend *backend)
 {
-	struct cuda *cuda = cuda_of(backend);
-	int state = __atomic_load_n(&cuda->state, __ATOMIC_ACQUIRE);
-
-	if (ret_uuid && state == KVD_CUDA_READY)
-		memcpy(ret_uuid, cuda->uuid, sizeof(cuda->uuid));
-	return (enum kvd_cuda_state)state;
+	return cuda_of(backend)->event_fd;
 }
 
-const char *kvd_cuda_error(struct kvd_backend *backend)
+enum kvd_cuda_state kvd_cuda_state(const struct kvd_backend *backend)
 {
-	struct cuda *cuda = cuda_of(backend);
+	return (enum kvd_cuda_state)__atomic_load_n(&cuda_of(backend)->state,
+						    __ATOMIC_ACQUIRE);
+}
 
-	return kvd_cuda_state(backend, NULL) == KVD_CUDA_FAILED ? cuda->error : "";
+const struct kvd_cuda_info *kvd_cuda_get_info(const struct kvd_backend *backend)
+{
+	kv_assert(kvd_cuda_state(backend) == KVD_CUDA_READY);
+	return &cuda_of(backend)->info;
+}
+
+const char *kvd_cuda_error(const struct kvd_backend *backend)
+{
+	return kvd_cuda_state(backend) == KVD_CUDA_FAILED ? cuda_of(backend)->error : "";
+}
+
+bool kvd_cuda_no_device(const struct kvd_backend *backend)
+{
+	return kvd_cuda_state(backend) == KVD_CUDA_FAILED &&
+	       kv_cuda_errno(cuda_of(backend)->result) == -ENODEV;
 }
 
 u64 kvd_cuda_used(const struct kvd_backend *backend)

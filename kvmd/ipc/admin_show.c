@@ -337,6 +337,8 @@ int kvd_admin_pool(struct kvd_admin_call *call)
 		kvd_admin_u64(o, "extent_bytes", pool->geo.extent_bytes);
 		cJSON_AddNumberToObject(o, "extents", pool->nr_live_extents);
 		cJSON_AddNumberToObject(o, "extents_max", pool->nr_extents);
+		/* what each of its sessions reserves (cases O11) */
+		kvd_admin_u64(o, "va_bytes", pool->nr_extents * pool->geo.extent_bytes);
 		kvd_admin_u64(o, "allocs", pool->nr_allocs);
 		kvd_admin_u64(o, "frees", pool->nr_frees);
 		kvd_admin_u64(o, "seals", pool->nr_seals);

@@ -11,6 +11,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "kvmd/backend/cuda.h"
 #include "kvmd/ipc/admin_priv.h"
 #include "kvmd/ipc/conn.h"
 
@@ -81,6 +82,25 @@ static void reasons_sessions(struct kvd *kvd, cJSON *reasons)
 		       "%u ended session(s) whose last steps are not over", ended);
 }
 
+static void reasons_gpu(struct kvd *kvd, cJSON *reasons)
+{
+	const struct kvd_memory *m = &kvd->memory;
+
+	if (m->kind == KV_BACKEND_HOST && m->fault[0])
+		reason(reasons, "GPU_UNUSED", "serving host memory: %s", m->fault);
+	if (m->kind == KV_BACKEND_HOST)
+		return;
+	if (m->fault[0])
+		reason(reasons, "GPU_POLICY", "pools are refused: %s", m->fault);
+	if (kvd_cuda_state(kvd->backend) == KVD_CUDA_FAILED)
+		reason(reasons, "GPU_FAILED", "no GPU memory: %s",
+		       kvd_cuda_error(kvd->backend));
+	if (kvd_cuda_state(kvd->backend) == KVD_CUDA_STARTING)
+		reason(reasons, "GPU_STARTING",
+		       "the driver has been starting for %llu ms",
+		       (unsigned long long)((kvd->now_ns - m->since_ns) / 1000000));
+}
+
 static void reasons_all(struct kvd *kvd, cJSON *reasons)
 {
 	const struct kvd_incident *last;
@@ -96,6 +116,7 @@ static void reasons_all(struct kvd *kvd, cJSON *reasons)
 		       "--test-layouts: float32 pages are allowed");
 	if (kvd->opt.faults)
 		reason(reasons, "FAULTS_ARMED", "--faults %s", kvd->opt.faults);
+	reasons_gpu(kvd, reasons);
 	reasons_sessions(kvd, reasons);
 	last = kvd_incident_get(&kvd->core.incidents, kvd->core.incidents.total);
 	if (last && kvd->now_ns - last->when_ns < INCIDENT_FRESH_NS)
@@ -149,6 +170,31 @@ static void add_memory(struct kvd *kvd, cJSON *out)
 	kvd_admin_states(cJSON_AddObjectToObject(mem, "pages"), nr);
 }
 
+static void add_gpu(struct kvd *kvd, cJSON *out)
+{
+	static const char *const states[] = {"starting", "ready", "failed"};
+	enum kvd_cuda_state state;
+	char text[KVD_UUID_TEXT];
+	cJSON *gpu;
+
+	if (kvd->memory.kind == KV_BACKEND_HOST) {
+		cJSON_AddNullToObject(out, "gpu");
+		return;
+	}
+	state = kvd_cuda_state(kvd->backend);
+	gpu = cJSON_AddObjectToObject(out, "gpu");
+	cJSON_AddStringToObject(gpu, "uuid", kvd_memory_quota_name(kvd, text));
+	cJSON_AddStringToObject(gpu, "state", states[state]);
+	cJSON_AddStringToObject(gpu, "error", kvd_cuda_error(kvd->backend));
+	kvd_admin_u64(gpu, "used_bytes", kvd_cuda_used(kvd->backend));
+	if (state != KVD_CUDA_READY)
+		return;
+	cJSON_AddStringToObject(gpu, "name", kvd_cuda_get_info(kvd->backend)->name);
+	kvd_admin_u64(gpu, "total_bytes", kvd_cuda_get_info(kvd->backend)->total_bytes);
+	cJSON_AddNumberToObject(gpu, "driver_cuda",
+				kvd_cuda_get_info(kvd->backend)->driver_version);
+}
+
 int kvd_admin_status(struct kvd_admin_call *call)
 {
 	static const char *const checks[] = {"batch", "off", "strict"};
@@ -164,6 +210,8 @@ int kvd_admin_status(struct kvd_admin_call *call)
 	cJSON_AddNumberToObject(out, "pid", getpid());
 	kvd_admin_u64(out, "uptime_ms", (kvd->now_ns - kvd->started_ns) / 1000000);
 	cJSON_AddStringToObject(out, "backend", kvd->backend->ops->name);
+	cJSON_AddStringToObject(out, "backend_why", kvd->memory.why);
+	add_gpu(kvd, out);
 	cJSON_AddStringToObject(out, "loop", kvd_loop_engine(kvd->loop));
 	cJSON_AddStringToObject(out, "check", checks[kvd->config.check]);
 	cJSON_AddBoolToObject(out, "spin", kvd->spins);

@@ -64,6 +64,8 @@ static void conn_shut(struct kvd_conn *conn)
 	kvd_loop_flush(kvd->loop);
 	kvd_out_clear(&conn->out);
 	conn->added.nr = 0;
+	free(conn->held);
+	conn->held = NULL;
 	list_del(&conn->awake_node);
 	CLOSE_FD(conn->fd);
 	CLOSE_FD(conn->sq_event);
@@ -188,7 +190,7 @@ int kvd_conn_send(struct kvd_conn *conn, const struct kv_msg *msg, const int *fd
 	}
 	if (conn->out.nr)
 		kvd_loop_modify(conn->kvd->loop, &conn->watch,
-				KVD_LOOP_IN | KVD_LOOP_OUT);
+				conn->held ? KVD_LOOP_OUT : KVD_LOOP_IN | KVD_LOOP_OUT);
 	return 0;
 }
 
@@ -201,7 +203,8 @@ static void conn_writable(struct kvd_conn *conn)
 		return;
 	}
 	if (r == 0) {
-		kvd_loop_modify(conn->kvd->loop, &conn->watch, KVD_LOOP_IN);
+		kvd_loop_modify(conn->kvd->loop, &conn->watch,
+				conn->held ? 0 : KVD_LOOP_IN);
 		if (conn->leases)
 			kvd_conn_leases(conn);
 		kvd_serve_publish(conn);
@@ -235,7 +238,8 @@ static void conn_readable(struct kvd_conn *conn)
 	const char *why = "";
 	int i, r;
 
-	for (i = 0; i < CONN_MSGS_A_TURN && conn->state != KVD_CONN_CLOSED; i++) {
+	for (i = 0; i < CONN_MSGS_A_TURN && conn->state != KVD_CONN_CLOSED && !conn->held;
+	     i++) {
 		r = kvd_msg_receive(conn->fd, conn->kvd->msg_buf, KV_MSG_BYTES_MAX, &why);
 		if (r == -EAGAIN)
 			return;
@@ -249,9 +253,37 @@ static void conn_readable(struct kvd_conn *conn)
 	}
 }
 
+int kvd_conn_hold(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes)
+{
+	conn->held = malloc(bytes);
+	if (!conn->held)
+		return -ENOMEM;
+	memcpy(conn->held, msg, bytes);
+	conn->held_bytes = bytes;
+	kvd_loop_modify(conn->kvd->loop, &conn->watch, conn->watch.events & ~KVD_LOOP_IN);
+	return 0;
+}
+
+void kvd_conn_unhold(struct kvd_conn *conn)
+{
+	struct kv_msg *msg = conn->held;
+	const char *why = "";
+
+	if (!msg)
+		return;
+	conn->held = NULL;
+	kvd_loop_modify(conn->kvd->loop, &conn->watch, conn->watch.events | KVD_LOOP_IN);
+	if (kvd_pool_message(conn, msg, conn->held_bytes, &why))
+		kvd_conn_end(conn, -EPROTO, why);
+	free(msg);
+}
+
 static void conn_ready(void *arg, u32 events)
 {
 	struct kvd_conn *conn = arg;
+
+	if (conn->held && (events & KVD_LOOP_HUP))
+		return kvd_conn_end(conn, 0, "hang-up");
 
 	if (events & KVD_LOOP_OUT)
 		conn_writable(conn);

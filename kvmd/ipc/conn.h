@@ -54,6 +54,8 @@ enum kvd_conn_state {
  * @told: pools whose extents were sent on this connection, by entry of session->attach
  * @leases: LEASES being sent; @leases_pfn where it goes on
  * @opening: POOL_OPEN runs: its extents are sent after the reply
+ * @held, @held_bytes: a POOL_OPEN that waits for the GPU to start; nothing is read
+ * until then
  * @nr_requests: hashing or parked; @nr_parked: parked ones
  * @nr_ops: entries served
  * @last_event_ns: when an event was sent last; for "does not dispatch"
@@ -93,6 +95,8 @@ struct kvd_conn {
 	struct kvd_pool *leases;
 	u32 leases_pfn;
 	bool opening;
+	struct kv_msg *held;
+	u32 held_bytes;
 	bool dead;
 	u32 nr_requests;
 	u32 nr_parked;
@@ -155,6 +159,12 @@ void kvd_conn_tick(struct kvd *kvd);
 /** kvd_conn_send() - send a message; a peer that cannot take it is dropped. Return: 0;
  * -errno and the connection has ended */
 int kvd_conn_send(struct kvd_conn *conn, const struct kv_msg *msg, const int *fds);
+
+/** kvd_conn_hold() - look at @msg again when the GPU has started. Return: 0; -ENOMEM */
+int kvd_conn_hold(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes);
+
+/** kvd_conn_unhold() - the GPU has started, or failed */
+void kvd_conn_unhold(struct kvd_conn *conn);
 
 /** kvd_conn_awake() - look at the conn's ring in every turn until it is empty */
 void kvd_conn_awake(struct kvd_conn *conn);

@@ -274,29 +274,6 @@ static void pool_reply_send(struct kvd_conn *conn, struct kv_msg_pool_reply *rep
 	kvd_conn_send(conn, &reply->msg, &table_fd);
 }
 
-static void uuid_text(const u8 *uuid, char *out)
-{
-	int i, n = sprintf(out, "GPU-");
-
-	for (i = 0; i < 16; i++)
-		n += sprintf(out + n, "%s%02x",
-			     i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", uuid[i]);
-}
-
-/* This daemon has the host backend only: a named GPU is not here. */
-static int gpu_check(const struct kv_msg_pool_open *msg, struct kv_msg_pool_reply *reply)
-{
-	static const u8 zero[16];
-	char name[48];
-
-	if (!memcmp(msg->gpu_uuid, zero, sizeof(zero)))
-		return 0;
-	uuid_text(msg->gpu_uuid, name);
-	snprintf(reply->error, sizeof(reply->error),
-		 "gpu_uuid=%s: no such GPU on this host", name);
-	return -ENODEV;
-}
-
 static bool given_live(const struct kvd_attach *a, u32 i)
 {
 	return (a->given[i / 64] >> (i % 64) & 1) &&
@@ -341,7 +318,7 @@ static void pool_open(struct kvd_conn *conn, const struct kv_msg_pool_open *msg,
 	memset(&reply, 0, sizeof(reply));
 	memset(&why, 0, sizeof(why));
 	reply.msg.sequence = msg->msg.sequence;
-	reply.result = gpu_check(msg, &reply);
+	reply.result = kvd_memory_check(conn->kvd, msg->gpu_uuid, reply.error);
 	if (!reply.result) {
 		conn->opening = true;
 		reply.result = kvd_session_open_pool(s, &msg->layout, scales, &a, &why);
@@ -363,6 +340,7 @@ static void pool_open(struct kvd_conn *conn, const struct kv_msg_pool_open *msg,
 	reply.table_bytes = a->pool->table_region.size_bytes;
 	reply.geometry = a->pool->geo;
 	reply.backend = conn->kvd->core.mm.limits.kind;
+	kvd_memory_uuid(conn->kvd, reply.gpu_uuid);
 	/* Opening a pool again sends no extents twice. */
 	fresh = !(conn->told >> (a - s->attach) & 1);
 	conn->told |= 1u << (a - s->attach);
@@ -401,6 +379,7 @@ static int pool_close(struct kvd_conn *conn, const struct kv_msg_pool_close *msg
 		conn->leases = NULL;
 	kvd_serve_cancel(conn, msg->pool_id);
 	kvd_session_close_pool(conn->session, msg->pool_id);
+	kvd_out_forget(&conn->out, msg->pool_id);
 	return 0;
 }
 
@@ -408,6 +387,7 @@ int kvd_pool_message(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes,
 		     const char **ret_why)
 {
 	const struct kv_msg_pool_open *open_msg = (const void *)msg;
+	char error[128];
 
 	if (msg->type == KV_MSG_POOL_CLOSE) {
 		*ret_why = "POOL_CLOSE has another size";
@@ -423,6 +403,10 @@ int kvd_pool_message(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes,
 	if (bytes < sizeof(*open_msg) || open_msg->layout.nr_scales > KV_SCALES_MAX ||
 	    bytes != sizeof(*open_msg) + open_msg->layout.nr_scales * sizeof(float))
 		return -EPROTO;
+	if (kvd_memory_check(conn->kvd, open_msg->gpu_uuid, error) == -EAGAIN) {
+		*ret_why = "no memory to hold a POOL_OPEN";
+		return kvd_conn_hold(conn, msg, bytes) ? -EPROTO : 0;
+	}
 	pool_open(conn, open_msg, (const float *)(open_msg + 1));
 	return 0;
 }

@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/mutant.h"
@@ -17,6 +18,8 @@
 #include "kvmd/dbg/log.h"
 
 #define ACCEPT_BATCH 16
+#define RETRIES	     200
+#define RETRY_NS     2000000
 
 /*
  * No fd is left for the peer: give up the spare one to take it, close it, get the spare
@@ -67,11 +70,26 @@ static void listen_ready(void *arg, u32 events)
 	}
 }
 
-/* Is somebody behind this path? */
+static int path_connect(const struct sockaddr_un *addr, int type)
+{
+	int fd = socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), r;
+
+	if (fd < 0)
+		return -errno;
+	r = connect(fd, (const struct sockaddr *)addr, sizeof(*addr)) ? -errno : 0;
+	close(fd);
+	return r;
+}
+
+/*
+ * Is somebody behind this path? The kernel takes an io_uring apart after its process has
+ * ended, and until then a killed daemon's socket still answers.
+ */
 static int path_clear(const struct sockaddr_un *addr, int type, char *error)
 {
+	struct timespec ts = {0, RETRY_NS};
 	struct stat st;
-	int fd, r;
+	int i, r;
 
 	if (lstat(addr->sun_path, &st))
 		return errno == ENOENT ? 0 : -errno;
@@ -80,11 +98,11 @@ static int path_clear(const struct sockaddr_un *addr, int type, char *error)
 			 addr->sun_path);
 		return -EEXIST;
 	}
-	fd = socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-	if (fd < 0)
-		return -errno;
-	r = connect(fd, (const struct sockaddr *)addr, sizeof(*addr)) ? -errno : 0;
-	close(fd);
+	r = path_connect(addr, type);
+	for (i = 0; i < RETRIES && (r == 0 || r == -EAGAIN); i++) {
+		nanosleep(&ts, NULL);
+		r = path_connect(addr, type);
+	}
 	if (r == 0 || r == -EAGAIN) {
 		snprintf(error, KVD_CONFIG_ERROR_BYTES,
 			 "%s: another daemon answers there", addr->sun_path);

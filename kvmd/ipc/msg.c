@@ -18,8 +18,8 @@ struct out_message {
 	struct list_node node;
 	u32 bytes;
 	u32 nr_fds;
-	int fds[KV_MSG_FDS_MAX];
-	u8 data[];
+	int fds[KV_MSG_FDS_MAX]; /* borrowed: see kvd_out_forget() */
+	u8 data[] __attribute__((aligned(8)));
 };
 
 /* Closes every fd that came along; answers how many. */
@@ -189,6 +189,46 @@ int kvd_out_send(struct kvd_out *out, int fd, const struct kv_msg *msg, const in
 		return out_queue(out, msg, fds);
 	r = send_now(fd, msg, msg->size_bytes, fds, msg->nr_fds);
 	return r == -EAGAIN ? out_queue(out, msg, fds) : r;
+}
+
+/* The pool whose descriptors a message carries; 0 = none. */
+static u32 message_pool(const struct out_message *m)
+{
+	const struct kv_msg *msg = (const void *)m->data;
+
+	if (!m->nr_fds)
+		return 0;
+	if (msg->type == KV_MSG_EXTENT_ADDED)
+		return ((const struct kv_msg_extents *)msg)->pool_id;
+	return msg->type == KV_MSG_POOL_REPLY
+		       ? ((const struct kv_msg_pool_reply *)msg)->pool_id
+		       : 0;
+}
+
+void kvd_out_forget(struct kvd_out *out, u32 pool_id)
+{
+	struct out_message *m, *tmp;
+
+	list_for_each_entry_safe (m, tmp, &out->messages, node)
+		if (message_pool(m) == pool_id && !KV_MUTANT(queued_fds_kept))
+			message_free(out, m);
+}
+
+bool kvd_out_has_extent(const struct kvd_out *out, u32 pool_id, u32 index)
+{
+	const struct kv_msg_extents *added;
+	struct out_message *m;
+	u32 i;
+
+	list_for_each_entry (m, &out->messages, node) {
+		added = (const void *)m->data;
+		if (added->msg.type != KV_MSG_EXTENT_ADDED || message_pool(m) != pool_id)
+			continue;
+		for (i = 0; i < added->nr; i++)
+			if (added->extents[i].index == index)
+				return true;
+	}
+	return false;
 }
 
 int kvd_out_flush(struct kvd_out *out, int fd)

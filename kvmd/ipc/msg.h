@@ -14,6 +14,8 @@
 #ifndef KVD_IPC_MSG_H
 #define KVD_IPC_MSG_H
 
+#include <stdbool.h>
+
 #include "base/list.h"
 #include "base/util.h"
 #include "kv/abi.h"
@@ -58,6 +60,17 @@ void kvd_out_clear(struct kvd_out *out);
  * Return: 0 sent or queued; -ENOBUFS the queue is full: drop the peer; -errno of sendmsg.
  */
 int kvd_out_send(struct kvd_out *out, int fd, const struct kv_msg *msg, const int *fds);
+
+/**
+ * kvd_out_forget() - drop what waits with descriptors of a pool
+ *
+ * A waiting message borrows its descriptors. The peer closes the pool, so they may be
+ * closed and their numbers be somebody else's before the message goes out.
+ */
+void kvd_out_forget(struct kvd_out *out, u32 pool_id);
+
+/** kvd_out_has_extent() - does an extent's descriptor still wait? Then it must stay open */
+bool kvd_out_has_extent(const struct kvd_out *out, u32 pool_id, u32 index);
 
 /**
  * kvd_out_flush() - the socket may be writable again

@@ -59,6 +59,8 @@ int kvd_op_unmapped(struct kvd_request *req)
 
 	if (ref->reserved)
 		return -EINVAL;
+	if (kvd_out_has_extent(&req->conn->out, req->sqe.pool_id, ref->index))
+		return -ENOENT; /* it was not given yet */
 	return kvd_session_unmapped(req->conn->session, req->sqe.pool_id, ref);
 }
 

@@ -82,7 +82,9 @@ static const struct kvd_limits no_memory = {.high_bytes = 1, .max_bytes = 1, .we
 static struct kvd_limits limits_of(const struct kvd *kvd,
 				   const struct kvd_config_tenant *t)
 {
-	const struct kvd_config_gpu *q = kvd_config_quota(t, kvd->backend->ops->name);
+	char name[KVD_UUID_TEXT];
+	const struct kvd_config_gpu *q =
+		kvd_config_quota(t, kvd_memory_quota_name(kvd, name));
 
 	if (!q)
 		return no_memory;
@@ -106,7 +108,8 @@ static int policy_check(struct kvd *kvd, const struct kvd_config *config, char *
 		const char *domain = config->domains[ct->domain].name;
 
 		sum += limits_of(kvd, ct).min_bytes;
-		if (sum > capacity) {
+		/* 0: a GPU that has not started yet */
+		if (capacity && sum > capacity) {
 			snprintf(
 				error, KVD_CONFIG_ERROR_BYTES,
 				"tenants[%u].gpus: \"%s\": the tenants' min add up to %llu, "
@@ -173,6 +176,9 @@ static int tenant_apply(struct kvd *kvd, const struct kvd_config *config, u32 t,
 	bool deferred = false;
 	int r;
 
+	/* Nothing can be promised before the size is known; then this is called again. */
+	if (!kvd->core.mm.limits.capacity_bytes)
+		l.min_bytes = 0;
 	if (tenant) {
 		r = kvd_tenant_set_limits(&kvd->core, tenant, &l, &deferred);
 		*ret_deferred += deferred;

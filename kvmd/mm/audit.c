@@ -75,7 +75,7 @@ void kvd_audit_frame(const struct kvd_pool *pool, u32 pfn, struct kvd_findings *
 	u32 waits_in = KVD_BATCH_KINDS;
 
 	fs->checked++;
-	if (!f->nr_events)
+	if (!f->nr_events && !f->check)
 		return; /* no extent has covered it yet */
 	if (f->check != kvd_frame_check_word(f) || f->pfn != pfn) {
 		kvd_finding_add(fs, 1, pool->id, pfn, "record damaged: check %#x, pfn %u",

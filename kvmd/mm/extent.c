@@ -123,6 +123,8 @@ static bool shrink_elsewhere(struct kvd_pool *pool)
 		if (!other || other == pool ||
 		    other->nr[KVD_FREE] < 1u << other->geo.shift)
 			continue;
+		if (other->domain_id != pool->domain_id && !mm->ops->may_shrink(other))
+			continue;
 		for (u32 i = 0; i < other->nr_extents; i++) {
 			if (other->extents[i].state == KVD_EXTENT_LIVE &&
 			    !kvd_extent_shrink(other, i))

@@ -164,10 +164,26 @@ static void group_scan(struct kvd_mm *mm, struct kvd_reader_group *g)
 	g->quiet = quiet;
 }
 
+/* Nothing waits for this domain's steps: what its readers do is nobody's business. */
+static void group_calm(struct kvd_reader_group *g)
+{
+	struct kvd_reader *r;
+
+	list_for_each_entry (r, &g->readers, node) {
+		reader_set_wake(r, false);
+		r->busy_since_ns = 0;
+		r->stalled = false;
+	}
+}
+
 void kvd_grace_stalls(struct kvd_mm *mm, struct kvd_reader_group *g)
 {
 	struct kvd_reader *r;
 
+	if (g->scanned != mm->grace.scans || !kvd_grace_nr_waiting(&mm->grace)) {
+		group_calm(g);
+		return;
+	}
 	list_for_each_entry (r, &g->readers, node) {
 		if (!r->busy_since_ns || r->stalled || r->quiet == mm->grace.epoch)
 			continue;

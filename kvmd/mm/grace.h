@@ -196,7 +196,7 @@ void kvd_grace_cancel(struct kvd_pool *pool, u32 pfn);
 bool kvd_grace_advance(struct kvd_mm *mm);
 
 /** kvd_grace_stalls() - tell mm->ops->stalled() of readers that hold back a batch for too
- * long */
+ * long; those of a group that the last scan did not need hold back nothing */
 void kvd_grace_stalls(struct kvd_mm *mm, struct kvd_reader_group *g);
 
 static inline u32 kvd_grace_nr_waiting(const struct kvd_grace *g)

@@ -94,7 +94,9 @@ void kvd_lru_child_removed(struct kvd_pool *pool, u32 parent)
 	struct kvd_link *link = &pool->links[parent];
 	struct kvd_lru *lru;
 
-	kv_assert(link->nr_children > 0);
+	/* An orphan whose parent's pfn came back with the same low half of a generation. */
+	if (!link->nr_children)
+		return;
 	if (pool->frames[parent].state != KVD_CACHED || link->nr_children > 1) {
 		link->nr_children--;
 		return;

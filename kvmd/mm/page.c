@@ -5,6 +5,7 @@
  * Loop thread only.
  */
 #include <string.h>
+#include "base/once.h"
 #include "kvmd/mm/page.h"
 #include "kvmd/mm/pool.h"
 #include "base/mutant.h"
@@ -56,39 +57,47 @@ bool kvd_frame_may(u32 from, u32 to)
 	return from < KVD_FRAME_STATES && to < KVD_FRAME_STATES && (may[from] & BIT(to));
 }
 
-/* Two u32 fields as one word: loaded as they were stored, so that the stores just made
- * forward. */
+/* Two u32 fields as one word. */
 static inline u64 pair(u32 lo, u32 hi)
 {
 	return (u64)hi << 32 | lo;
 }
 
-static inline u64 mix(u64 word, u64 odd)
+static inline u64 fold(u64 a, u64 b)
 {
-	return (word ^ (word >> 32)) * odd;
+	unsigned __int128 product = (unsigned __int128)a * b;
+
+	return (u64)product ^ (u64)(product >> 64);
 }
 
 /*
- * Multilinear hash of the 60 bytes before @check (odd random constants, upper half of the
- * sum): any change of a single word shows, and it costs a few multiplications that do not
- * wait for one another, on a path that has 150 ns in all.
+ * Four folded 128-bit products of the 60 bytes before @check under random constants: any
+ * two records differ here but for one in 2^32, and the products do not wait for one
+ * another, on a path that has 50 ns in all. Fields that were stored a moment ago are
+ * loaded as they were stored: one wider load, which compilers like to make of them, would
+ * wait until those stores have left the store buffer.
  */
-u32 kvd_frame_check_word(const struct kvd_frame *f)
+static inline u32 check_word(const struct kvd_frame *f)
 {
-	u64 key[2], sum = 0x6b76636865636b31ull;
+	u32 refs = kv_read_once(f->refs), parent = kv_read_once(f->parent);
+	u32 tenant = kv_read_once(f->tenant), state = kv_read_once(f->state);
+	u32 flags = kv_read_once(f->flags), nr_events = kv_read_once(f->nr_events);
+	u64 key[2], sum;
 
 	memcpy(key, f->key, sizeof(key));
-	sum += mix(f->tag, 0x9e3779b97f4a7c15ull);
-	sum += mix(f->owner, 0xbf58476d1ce4e5b9ull);
-	sum += mix(key[0], 0x94d049bb133111ebull);
-	sum += mix(key[1], 0xd6e8feb86659fd93ull);
-	sum += mix(pair(f->pfn, f->refs), 0xa0761d6478bd642full);
-	sum += mix(pair(f->crc32c, f->parent), 0xe7037ed1a0b428dbull);
-	sum += mix(
-		pair((u32)f->flags << 24 | (u32)f->state << 16 | f->tenant, f->nr_events),
-		0x8ebc6af09c88c6e3ull);
-	sum += f->parent_gen * 0x589965cc75374cc3ull;
-	return (u32)(sum >> 32);
+	sum = fold(f->tag ^ 0x9e3779b97f4a7c15ull, f->owner ^ 0xbf58476d1ce4e5b9ull);
+	sum += fold(key[0] ^ 0x94d049bb133111ebull, key[1] ^ 0xd6e8feb86659fd93ull);
+	sum += fold(pair(f->pfn, refs) ^ 0xa0761d6478bd642full,
+		    pair(f->crc32c, parent) ^ 0xe7037ed1a0b428dbull);
+	sum += fold(pair(flags << 24 | state << 16 | tenant, nr_events) ^
+			    0x8ebc6af09c88c6e3ull,
+		    f->parent_gen ^ 0x589965cc75374cc3ull);
+	return (u32)(sum >> 32) ^ (u32)sum;
+}
+
+u32 kvd_frame_check_word(const struct kvd_frame *f)
+{
+	return check_word(f);
 }
 
 u64 kvd_check_bytes(const void *data, size_t bytes)
@@ -131,10 +140,10 @@ static bool frame_whole(const struct kvd_frame *f, u32 pfn)
 {
 	static const struct kvd_frame zero;
 
-	if (!f->nr_events)
+	if (!f->nr_events && !f->check)
 		return !memcmp(f, &zero, offsetof(struct kvd_frame, past));
 	return f->pfn == pfn && f->state < KVD_FRAME_STATES &&
-	       f->check == kvd_frame_check_word(f);
+	       f->check == check_word(f);
 }
 
 bool kvd_frame_restore(const struct kvd_undo *undo, struct kvd_pool *pool, u32 pfn)
@@ -198,7 +207,7 @@ void kvd_frame_set(struct kvd_pool *pool, u32 pfn, u32 state, u32 event, u64 ses
 	};
 	f->nr_events++;
 	kvd_crash_point();
-	f->check = kvd_frame_check_word(f);
+	f->check = check_word(f);
 	if (pool->mm->undo) {
 		in_order();
 		pool->mm->undo->valid = 0;

@@ -197,6 +197,11 @@ struct kvd_batch;
  * @nr_children: indexed pages whose parent this is
  * @stamp: LRU clock of the last use
  * @batch: QUARANTINE, or KVD_FRAME_SEALING: the batch it waits in
+ * @walk: own/walk.h: hash of all tokens up to and with this page; 0 = not in the table
+ * @walk_parent: generation of the parent it was entered under; 0 = none
+ * @walk_next: next entry of the walk table's chain
+ *
+ * One cache line: what a list, the index and a walk touch of a page comes at once.
  */
 struct kvd_link {
 	u32 next;
@@ -205,7 +210,11 @@ struct kvd_link {
 	u32 nr_children;
 	u64 stamp;
 	struct kvd_batch *batch;
-};
+	u64 walk;
+	u64 walk_parent;
+	u32 walk_next;
+} __attribute__((aligned(64)));
+KV_ABI_SIZE(kvd_link, 64);
 
 /**
  * struct kvd_account - what one tenant has, by state; embedded in struct kvd_tenant

@@ -61,7 +61,7 @@ static int volatile_get(struct kvd_pool *pool)
 
 	r = region_get(pool->mm, &pool->scratch_region, KVD_REGION_SCRATCH, pool->id,
 		       n * sizeof(struct kvd_link) +
-			       (u64)hash_size((u32)n) * sizeof(u32));
+			       2 * (u64)hash_size((u32)n) * sizeof(u32));
 	if (r)
 		return r;
 	r = region_get(pool->mm, &pool->table_region, KVD_REGION_TABLE, pool->id,
@@ -128,7 +128,8 @@ static void pool_setup(struct kvd_pool *pool)
 	pool->links = pool->scratch_region.addr;
 	pool->hash_heads = (u32 *)(pool->links + n);
 	pool->hash_mask = hash_size(n) - 1;
-	memset(pool->hash_heads, 0xff, ((u64)pool->hash_mask + 1) * sizeof(u32));
+	pool->walk_heads = pool->hash_heads + pool->hash_mask + 1;
+	memset(pool->hash_heads, 0xff, 2 * ((u64)pool->hash_mask + 1) * sizeof(u32));
 	kvd_table_init(&pool->table, pool->table_region.addr, pool->id, pool->fingerprint,
 		       pool->mm->table_epoch, n, pool->mm->grace.epoch);
 	kvd_freelist_init(&pool->free);

@@ -33,6 +33,7 @@ struct kvd_pool;
  * @seal_done: @pfn may be found from now on
  * @evict: take CACHED @pfn out of the index, kill it and put it into quarantine
  * @may_grow: may @pool's domain take @extent_bytes more from the device? (min of others)
+ * @may_shrink: may another domain get an extent of @pool? (min of its own)
  * @extent_live: a new extent: sessions of the pool must get it
  * @extent_draining: sessions that hold it must unmap it
  * @extent_gone: released to the backend
@@ -43,6 +44,7 @@ struct kvd_mm_ops {
 	void (*seal_done)(struct kvd_pool *pool, u32 pfn);
 	void (*evict)(struct kvd_pool *pool, u32 pfn);
 	bool (*may_grow)(struct kvd_pool *pool);
+	bool (*may_shrink)(struct kvd_pool *pool);
 	void (*extent_live)(struct kvd_pool *pool, u32 index);
 	void (*extent_draining)(struct kvd_pool *pool, u32 index);
 	void (*extent_gone)(struct kvd_pool *pool, u32 index);
@@ -122,9 +124,10 @@ struct kvd_mm {
  * @starved_ns: when the last one failed; 0 = never
  * @pressure: level that sessions were told last
  * @hash_heads: prefix index, [hash_mask + 1] pfns
- * @hash_mask: power of two - 1
+ * @walk_heads: the same by token hash (own/walk.h)
+ * @hash_mask: power of two - 1, of both
  * @key_bits: bits of a key that count; 128, less only in tests (case O42)
- * @root_key, @personal: of the keys; filled by own/
+ * @root_key, @personal, @walk_key: of keys and token hashes; filled by own/
  * @nr_lookups .. @nr_seals: counters; hits and evictions in pages
  * @sweep_pfn: where the audit slice goes on
  */
@@ -161,10 +164,12 @@ struct kvd_pool {
 	u64 starved_ns;
 	u32 pressure;
 	u32 *hash_heads;
+	u32 *walk_heads;
 	u32 hash_mask;
 	u32 key_bits;
 	u8 root_key[KV_KEY_BYTES];
 	u8 personal[KV_KEY_BYTES];
+	u32 walk_key[KV_PAGE_TOKENS];
 	u64 nr_lookups, nr_hits, nr_allocs, nr_frees, nr_evictions, nr_seals;
 	u32 sweep_pfn;
 };

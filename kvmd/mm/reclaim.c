@@ -201,6 +201,8 @@ static bool extent_find(struct kvd_pool *not_this, struct kvd_pool **ret_pool,
 
 		if (!pool || pool == not_this || !pool->nr[KVD_CACHED])
 			continue;
+		if (pool->domain_id != not_this->domain_id && !mm->ops->may_shrink(pool))
+			continue;
 		for (u32 i = 0; i < pool->nr_extents; i++) {
 			if (extent_can_go(pool, i)) {
 				*ret_pool = pool;

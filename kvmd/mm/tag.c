@@ -136,8 +136,8 @@ void kvd_table_set(struct kvd_table *t, u32 pfn, u64 tag)
 	/* Release, so that an entry we overwrite stays behind the log_head that allows
 	 * it. */
 	kv_store_release64(&e->tag, tag);
-	kv_store_relaxed32(&e->pfn, pfn);
-	kv_store_relaxed32(&e->sequence, (u32)t->head);
+	kv_store_release32(&e->pfn, pfn);
+	kv_store_release32(&e->sequence, (u32)t->head);
 	t->head++;
 	if (t->head - t->published >= KV_LOG_BATCH_MAX)
 		kvd_table_publish(t);

@@ -56,6 +56,12 @@ static void set_bad(struct work *w, u32 pfn)
 	w->ad->damage++;
 }
 
+/* No extent has covered it yet. */
+static bool untouched(const struct kvd_frame *f)
+{
+	return !f->nr_events && !f->check;
+}
+
 static bool backed(const struct kvd_pool *pool, u32 pfn)
 {
 	return pool->extents[kvd_pool_extent_of(pool, pfn)].state == KVD_EXTENT_LIVE;
@@ -129,7 +135,7 @@ static u64 records_check(struct work *w)
 			continue;
 		}
 		w->ad->undone += f->check != check;
-		if (!f->nr_events)
+		if (untouched(f))
 			continue;
 		if (!sensible(w, f)) {
 			set_bad(w, pfn);
@@ -235,7 +241,7 @@ static void page_place(struct work *w, u32 pfn)
 	u32 was = f->state, state;
 
 	kvd_frame_touch(pool, pfn);
-	if (!f->nr_events && !is_bad(w, pfn)) {
+	if (untouched(f) && !is_bad(w, pfn)) {
 		if (!backed(pool, pfn)) {
 			kvd_frame_adopt(pool, pfn, KVD_ABSENT);
 			return;
@@ -281,7 +287,7 @@ static void page_list(struct work *w, u32 pfn)
 	struct kvd_frame *f = &pool->frames[pfn];
 	struct kvd_tenant *t = w->core->tenants[f->tenant % KVD_TENANTS_MAX];
 
-	if (!f->nr_events || f->state == KVD_ABSENT)
+	if (f->state == KVD_ABSENT)
 		return;
 	if (f->state == KVD_FREE) {
 		kvd_freelist_put(pool, pfn);

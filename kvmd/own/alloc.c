@@ -244,6 +244,9 @@ static u32 mag_room(struct kvd_session *s, u32 mag, u32 *ret_slots)
 static int stock_prepare(struct kvd_session *s, struct kvd_pool *pool, u32 *nr, u32 gfp,
 			 u32 *ret_pending)
 {
+	u64 quota = s->tenant->quota_refusals, full = s->tenant->full_refusals;
+	u64 starved_ns = pool->starved_ns;
+	bool starved = pool->starved;
 	int r;
 
 	for (;; *nr /= 2) {
@@ -251,6 +254,10 @@ static int stock_prepare(struct kvd_session *s, struct kvd_pool *pool, u32 *nr, 
 				  ret_pending);
 		if (r <= 0 || *nr == 1)
 			return r;
+		s->tenant->quota_refusals = quota;
+		s->tenant->full_refusals = full;
+		pool->starved_ns = starved_ns;
+		pool->starved = starved;
 	}
 }
 

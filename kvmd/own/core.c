@@ -27,6 +27,7 @@ static const struct kvd_mm_ops core_mm_ops = {
 	.seal_done = kvd_prefix_seal_done,
 	.evict = kvd_prefix_evict,
 	.may_grow = kvd_domain_may_grow,
+	.may_shrink = kvd_domain_may_shrink,
 	.extent_live = kvd_session_extent_live,
 	.extent_draining = kvd_session_extent_draining,
 	.extent_gone = kvd_session_extent_gone,
@@ -190,6 +191,7 @@ static void second_turn(struct kvd_core *core)
 u64 kvd_core_run(struct kvd_core *core)
 {
 	struct kvd_mm *mm = &core->mm;
+	bool waited = kvd_grace_nr_waiting(&mm->grace) != 0;
 	bool more = kvd_session_turn(core);
 
 	more |= kvd_grace_advance(mm);
@@ -197,7 +199,7 @@ u64 kvd_core_run(struct kvd_core *core)
 		more = true;
 	if (!list_empty(&mm->grace.open))
 		more |= kvd_grace_advance(mm);
-	if (kvd_grace_nr_waiting(&mm->grace)) {
+	if (waited || kvd_grace_nr_waiting(&mm->grace)) {
 		for (u32 i = 0; i < KVD_DOMAINS_MAX; i++) {
 			if (core->domains[i])
 				kvd_grace_stalls(mm, &core->domains[i]->group);

@@ -166,6 +166,8 @@ bool kvd_domain_may_grow(struct kvd_pool *pool)
 	struct kvd_core *core = kvd_core_of(pool->mm);
 	u64 need = core->mm.extent_bytes_used + pool->geo.extent_bytes;
 
+	/* Beyond the capacity another extent goes first, one that no min needs. */
+	need = KV_MIN(need, core->mm.limits.capacity_bytes);
 	if (!core->min_bytes_total)
 		return true;
 	for (u32 i = 0; i < KVD_DOMAINS_MAX; i++) {
@@ -173,4 +175,18 @@ bool kvd_domain_may_grow(struct kvd_pool *pool)
 			need += kvd_domain_unmet_min(core, core->domains[i]);
 	}
 	return need <= core->mm.limits.capacity_bytes;
+}
+
+bool kvd_domain_may_shrink(struct kvd_pool *pool)
+{
+	struct kvd_core *core = kvd_core_of(pool->mm);
+	struct kvd_domain *domain = pool->owner;
+	bool ok;
+
+	if (!core->min_bytes_total)
+		return true;
+	domain->extent_bytes -= pool->geo.extent_bytes;
+	ok = !kvd_domain_unmet_min(core, domain);
+	domain->extent_bytes += pool->geo.extent_bytes;
+	return ok;
 }

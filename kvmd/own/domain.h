@@ -85,4 +85,7 @@ u64 kvd_domain_unmet_min(const struct kvd_core *core, const struct kvd_domain *d
 /** kvd_domain_may_grow() - kvd_mm_ops.may_grow: min of other domains stays obtainable */
 bool kvd_domain_may_grow(struct kvd_pool *pool);
 
+/** kvd_domain_may_shrink() - kvd_mm_ops.may_shrink: the domain's own min stays obtainable */
+bool kvd_domain_may_shrink(struct kvd_pool *pool);
+
 #endif /* KVD_DOMAIN_H */

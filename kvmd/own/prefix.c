@@ -11,6 +11,7 @@
 #include <string.h>
 #include "base/mutant.h"
 #include "kvmd/own/core.h"
+#include "kvmd/own/walk.h"
 
 /* --------------------------------------------------------------------------- keys */
 
@@ -58,6 +59,7 @@ void kvd_prefix_pool_init(struct kvd_pool *pool, const u8 *secret)
 {
 	personal_of(pool->fingerprint, pool->personal);
 	kvd_prefix_root_key(secret, pool->fingerprint, pool->root_key);
+	kvd_walk_pool_init(pool);
 }
 
 void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
@@ -71,11 +73,20 @@ void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
 
 /* --------------------------------------------------------------------------- index */
 
-static u32 *head_of(const struct kvd_pool *pool, const u8 *key)
+/*
+ * SipHash under the root key, which no client knows: SEAL names its parent, so a client can
+ * compute keys and would choose the chain that they fall on.
+ */
+u32 *kvd_prefix_head(const struct kvd_pool *pool, const u8 *key)
 {
+	u8 hash[crypto_shorthash_BYTES];
 	u32 h;
 
-	memcpy(&h, key, sizeof(h));
+	_Static_assert(crypto_shorthash_KEYBYTES == KV_KEY_BYTES, "root key as hash key");
+	crypto_shorthash(hash, key, KV_KEY_BYTES, pool->root_key);
+	memcpy(&h, hash, sizeof(h));
+	if (KV_MUTANT(index_not_keyed))
+		memcpy(&h, key, sizeof(h));
 	return &pool->hash_heads[h & pool->hash_mask];
 }
 
@@ -115,7 +126,7 @@ u32 kvd_prefix_find(const struct kvd_pool *pool, const u8 *key, const u32 *token
 {
 	u32 pfn;
 
-	for (pfn = *head_of(pool, key); pfn != KVD_PFN_NONE;
+	for (pfn = *kvd_prefix_head(pool, key); pfn != KVD_PFN_NONE;
 	     pfn = pool->links[pfn].hash_next) {
 		const struct kvd_frame *f = &pool->frames[pfn];
 
@@ -136,7 +147,7 @@ u32 kvd_prefix_find_key(const struct kvd_pool *pool, const u8 *key)
 {
 	u32 pfn;
 
-	for (pfn = *head_of(pool, key); pfn != KVD_PFN_NONE;
+	for (pfn = *kvd_prefix_head(pool, key); pfn != KVD_PFN_NONE;
 	     pfn = pool->links[pfn].hash_next) {
 		if (!memcmp(pool->frames[pfn].key, key, KV_KEY_BYTES))
 			return pfn;
@@ -146,12 +157,16 @@ u32 kvd_prefix_find_key(const struct kvd_pool *pool, const u8 *key)
 
 static void child_link(struct kvd_pool *pool, struct kvd_frame *f, u32 parent)
 {
+	struct kvd_link *link = &pool->links[f->pfn];
+
 	kvd_frame_touch(pool, f->pfn);
 	f->parent = parent;
 	f->parent_gen = 0;
+	link->walk_parent = 0;
 	if (parent == KVD_PFN_NONE)
 		return;
-	f->parent_gen = (u32)kv_tag_gen(pool->frames[parent].tag);
+	link->walk_parent = kv_tag_gen(pool->frames[parent].tag);
+	f->parent_gen = (u32)link->walk_parent;
 	kvd_lru_child_added(pool, parent);
 }
 
@@ -159,7 +174,7 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 		       u32 parent, bool root)
 {
 	struct kvd_frame *f = &pool->frames[pfn];
-	u32 *head = head_of(pool, key);
+	u32 *head = kvd_prefix_head(pool, key);
 
 	kv_assert(!(f->flags & KVD_FRAME_INDEXED) && parent != pfn);
 	kvd_frame_touch(pool, pfn);
@@ -172,23 +187,31 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 	pool->links[pfn].hash_next = *head;
 	*head = pfn;
 	child_link(pool, f, root ? KVD_PFN_NONE : parent);
+	if (root)
+		kvd_walk_add(pool, pfn, kvd_walk_hash(pool, KVD_WALK_ROOT, tokens));
+	else if (parent != KVD_PFN_NONE && pool->links[parent].walk)
+		kvd_walk_add(pool, pfn,
+			     kvd_walk_hash(pool, pool->links[parent].walk, tokens));
 }
 
 void kvd_prefix_adopt(struct kvd_pool *pool, u32 pfn)
 {
 	const struct kvd_frame *f = &pool->frames[pfn];
-	u32 *head = head_of(pool, f->key);
+	u32 *head = kvd_prefix_head(pool, f->key);
 
 	pool->links[pfn].hash_next = *head;
 	*head = pfn;
-	if (parent_alive(pool, f))
-		pool->links[f->parent].nr_children++;
+	/* No walk entry: tokens are believed only with their key (kvd_prefix_find()). */
+	if (!parent_alive(pool, f))
+		return;
+	pool->links[f->parent].nr_children++;
+	pool->links[pfn].walk_parent = kv_tag_gen(pool->frames[f->parent].tag);
 }
 
 void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn)
 {
 	struct kvd_frame *f = &pool->frames[pfn];
-	u32 *at = head_of(pool, f->key);
+	u32 *at = kvd_prefix_head(pool, f->key);
 
 	kv_assert(f->flags & KVD_FRAME_INDEXED);
 	kvd_frame_touch(pool, pfn);
@@ -197,6 +220,7 @@ void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn)
 		at = &pool->links[*at].hash_next;
 	}
 	*at = pool->links[pfn].hash_next;
+	kvd_walk_del(pool, pfn);
 	if (parent_alive(pool, f))
 		kvd_lru_child_removed(pool, f->parent);
 	f->parent = KVD_PFN_NONE;
@@ -239,42 +263,85 @@ int kvd_lookup_start(struct kvd_lookup_op *op)
 		return -EINVAL;
 	op->nr = 0;
 	op->parent = KVD_PFN_NONE;
+	op->parent_gen = 0;
+	op->walk = KVD_WALK_ROOT;
+	op->ahead = KVD_WALK_AHEAD / 4;
 	memcpy(op->key, op->a->pool->root_key, KV_KEY_BYTES);
 	op->a->pool->nr_lookups++;
 	return 0;
 }
 
-/* One page further. Return: true when there was a hit. */
-static bool lookup_page(struct kvd_lookup_op *op)
+static const u32 *lookup_tokens(const struct kvd_lookup_op *op, u32 nr)
+{
+	return op->tokens + (u64)nr * KV_PAGE_TOKENS;
+}
+
+static bool may_hit(const struct kvd_lookup_op *op, u32 pfn)
+{
+	return (op->a->pool->frames[pfn].flags & KVD_FRAME_FINDABLE) &&
+	       op->a->refs[pfn] < KVD_LEASE_REFS_MAX;
+}
+
+/* @pfn is page @op->nr, and @walk the token hash up to it. */
+static void lookup_hit(struct kvd_lookup_op *op, u32 pfn, u64 walk)
 {
 	struct kvd_pool *pool = op->a->pool;
-	const u32 *tokens = op->tokens + (u64)op->nr * KV_PAGE_TOKENS;
 	struct kv_hit *hit = &op->hits[op->nr];
-	struct kvd_frame *f;
+	struct kvd_frame *f = &pool->frames[pfn];
+
+	kv_assert(kvd_lease_get(op->s, op->a, pfn, KVD_EV_HIT) == 0);
+	memcpy(hit->key, f->key, KV_KEY_BYTES);
+	hit->grant.pfn = pfn;
+	hit->grant.flags = KV_GRANT_SHARED;
+	hit->grant.tag = f->tag;
+	memcpy(op->key, f->key, KV_KEY_BYTES);
+	op->parent = pfn;
+	op->parent_gen = kv_tag_gen(f->tag);
+	op->walk = walk;
+	op->nr++;
+	pool->nr_hits++;
+}
+
+/* One page further by its key. Return: true when there was a hit. */
+static bool lookup_hash(struct kvd_lookup_op *op)
+{
+	struct kvd_pool *pool = op->a->pool;
+	const u32 *tokens = lookup_tokens(op, op->nr);
+	u64 walk = kvd_walk_hash(pool, op->walk, tokens);
 	u8 key[KV_KEY_BYTES];
+	struct kvd_frame *f;
 	u32 pfn;
 
 	kvd_prefix_pool_key(pool, op->key, tokens, key);
 	pfn = kvd_prefix_find(pool, key, tokens, op->parent, op->nr == 0);
-	if (pfn == KVD_PFN_NONE)
+	if (pfn == KVD_PFN_NONE || !may_hit(op, pfn))
 		return false;
 	f = &pool->frames[pfn];
-	if (!(f->flags & KVD_FRAME_FINDABLE) || op->a->refs[pfn] >= KVD_LEASE_REFS_MAX)
-		return false;
 	/* An orphan's parent is back under a new pfn: the tree needs to know. */
 	if (op->nr && !parent_alive(pool, f) &&
 	    (pool->frames[op->parent].flags & KVD_FRAME_INDEXED))
 		child_link(pool, f, op->parent);
-	kv_assert(kvd_lease_get(op->s, op->a, pfn, KVD_EV_HIT) == 0);
-	memcpy(hit->key, key, KV_KEY_BYTES);
-	hit->grant.pfn = pfn;
-	hit->grant.flags = KV_GRANT_SHARED;
-	hit->grant.tag = f->tag;
-	memcpy(op->key, key, KV_KEY_BYTES);
-	op->parent = pfn;
-	op->nr++;
-	pool->nr_hits++;
+	if (!pool->links[pfn].walk)
+		kvd_walk_add(pool, pfn, walk);
+	lookup_hit(op, pfn, walk);
 	return true;
+}
+
+/* As far as the walk table leads, @max <= KVD_WALK_AHEAD pages at most. */
+static void lookup_walk(struct kvd_lookup_op *op, u32 max)
+{
+	struct kvd_pool *pool = op->a->pool;
+	u64 hashes[KVD_WALK_AHEAD];
+
+	kvd_walk_ahead(op->a, op->walk, lookup_tokens(op, op->nr), max, hashes);
+	for (u32 i = 0; i < max; i++) {
+		u32 pfn = kvd_walk_find(pool, hashes[i], lookup_tokens(op, op->nr),
+					op->parent, op->parent_gen);
+
+		if (pfn == KVD_PFN_NONE || !may_hit(op, pfn))
+			return;
+		lookup_hit(op, pfn, hashes[i]);
+	}
 }
 
 int kvd_lookup_step(struct kvd_lookup_op *op)
@@ -284,9 +351,19 @@ int kvd_lookup_step(struct kvd_lookup_op *op)
 	kv_assert(op->s->state == KVD_SESSION_LIVE && op->a->pool);
 	if (op->max_pages)
 		want = KV_MIN(want, op->max_pages);
-	for (u32 i = 0; i < KVD_HASH_SLICE; i++) {
-		if (op->nr == want || !lookup_page(op))
+	for (u32 left = KVD_WALK_SLICE; left;) {
+		u32 max = KV_MIN(KV_MIN(want - op->nr, left), op->ahead), from = op->nr;
+
+		lookup_walk(op, max);
+		left -= op->nr - from;
+		if (op->nr - from == max && op->nr < want) {
+			op->ahead = KV_MIN(op->ahead * 4, KVD_WALK_AHEAD);
+			continue;
+		}
+		op->ahead = 1;
+		if (op->nr == want || (left && !lookup_hash(op)))
 			return op->nr ? 0 : KV_MISS;
+		left -= KV_MIN(left, KVD_WALK_SLICE / KVD_HASH_SLICE);
 	}
 	return op->nr < want ? -EAGAIN : 0;
 }

@@ -20,6 +20,10 @@
 
 #define KVD_HASH_SLICE 16u
 
+/* Pages that a lookup may find by a walk in one turn; a page that must be hashed counts as
+ * four of them. */
+#define KVD_WALK_SLICE (4 * KVD_HASH_SLICE)
+
 /** kvd_prefix_root_key() - key -1 of a domain and layout */
 void kvd_prefix_root_key(const u8 *secret, u64 fingerprint, u8 *ret_key);
 
@@ -74,7 +78,9 @@ int kvd_seal_step(struct kvd_seal_op *op);
  * @hits: [hits_max]
  * @nr: pages found, each pinned for @s
  * @key: of page @nr - 1
- * @parent: pfn of page @nr - 1
+ * @parent, @parent_gen: pfn and generation of page @nr - 1
+ * @walk: token hash up to page @nr - 1 (own/walk.h)
+ * @ahead: pages to try by the next walk: few where the last one ended early
  */
 struct kvd_lookup_op {
 	struct kvd_session *s;
@@ -87,6 +93,9 @@ struct kvd_lookup_op {
 	u32 nr;
 	u8 key[KV_KEY_BYTES];
 	u32 parent;
+	u64 parent_gen;
+	u64 walk;
+	u32 ahead;
 };
 
 /** kvd_lookup_start() - set up @op; s .. hits_max are filled by the caller. Return: 0;
@@ -94,7 +103,8 @@ struct kvd_lookup_op {
 int kvd_lookup_start(struct kvd_lookup_op *op);
 
 /**
- * kvd_lookup_step() - hash, find and pin up to KVD_HASH_SLICE pages
+ * kvd_lookup_step() - find and pin up to KVD_WALK_SLICE pages; at most KVD_HASH_SLICE of
+ * them are hashed
  *
  * Return: -EAGAIN: call again; 0: op->nr >= 1 pages are pinned; KV_MISS: none.
  */
@@ -103,6 +113,9 @@ int kvd_lookup_step(struct kvd_lookup_op *op);
 /** kvd_prefix_pool_key() - as kvd_prefix_key(), with the pool's constants and key_bits */
 void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
 			 const u32 *tokens, u8 *ret_key);
+
+/** kvd_prefix_head() - head of the chain that entries with this key lie on */
+u32 *kvd_prefix_head(const struct kvd_pool *pool, const u8 *key);
 
 /** kvd_prefix_find_key() - an entry with this key, or KVD_PFN_NONE */
 u32 kvd_prefix_find_key(const struct kvd_pool *pool, const u8 *key);

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "kvmd/own/core.h"
+#include "kvmd/own/walk.h"
 
 /* I2: the record's count is what sessions hold, and one for a seal in progress. */
 static void verify_refs(struct kvd_core *core, const struct kvd_pool *pool, u32 pfn,
@@ -53,11 +54,10 @@ static void verify_index(const struct kvd_pool *pool, u32 pfn, struct kvd_findin
 {
 	const struct kvd_frame *f = &pool->frames[pfn];
 	bool indexed = f->flags & KVD_FRAME_INDEXED, found = false;
-	u32 h, at, steps = 0;
+	u32 at, steps = 0;
 
 	if (indexed) {
-		memcpy(&h, f->key, sizeof(h));
-		at = pool->hash_heads[h & pool->hash_mask];
+		at = *kvd_prefix_head(pool, f->key);
 		for (; at != KVD_PFN_NONE && steps++ < pool->geo.nr_pages && !found;
 		     at = pool->links[at].hash_next)
 			found = at == pfn;
@@ -65,6 +65,8 @@ static void verify_index(const struct kvd_pool *pool, u32 pfn, struct kvd_findin
 			kvd_finding_add(fs, 2, pool->id, pfn,
 					"indexed page is not in its chain");
 	}
+	if (pool->links[pfn].walk && (!indexed || !kvd_walk_has(pool, pfn)))
+		kvd_finding_add(fs, 2, pool->id, pfn, "walk entry of no indexed page");
 	if (indexed && f->state != KVD_SEALED && f->state != KVD_CACHED)
 		kvd_finding_add(fs, 2, pool->id, pfn, "%s page in the index",
 				kvd_frame_state_str(f->state));

@@ -181,6 +181,19 @@ CAUGHT(check_left_out, ENG_INJECT_NO_CHECK, 1, KV_BAD_NOCHECK)
 CAUGHT(mirror_behind, ENG_INJECT_MIRROR_BEHIND, 1, KV_BAD_MIRROR)
 CAUGHT(page_of_another_pool, ENG_INJECT_FOREIGN, 1, KV_BAD_GEN)
 
+/* strict walks the rows on the host once more, on a mirror of its own. */
+KVT_TEST(strict_passes_sound_requests_and_catches_a_reused_page)
+{
+	open_scene("strict");
+	run_injected(ENG_INJECT_REUSE, 2);
+	expect_victim_stale(&sc.t[VICTIM], &sc.clean[VICTIM], KV_BAD_GEN);
+	for (u32 i = 0; i < NR; i++)
+		KVT_EXPECT_EQ(sc.clean[i].res.finish, ENG_FINISH_LENGTH);
+	for (u32 i = 1; i < NR; i++)
+		trace_expect_equal(&sc.clean[i], &sc.t[i], "neighbour");
+	rig_close(&sc.rig);
+}
+
 /* Without the check the victim goes on, on other bytes. */
 static void check_wrong_bytes(enum eng_inject_kind kind, u32 nr_rows)
 {
@@ -258,6 +271,44 @@ KVT_TEST(o34_dirty_pages_are_zeroed_before_use)
 	KVT_NOTE("%llu pages zeroed", (unsigned long long)st.zeroed_pages);
 	KVT_EXPECT(st.zeroed_pages >= 1);
 	eng_engine_destroy(b);
+	rig_close(&sc.rig);
+}
+
+/*
+ * The step that fills a page fails: its last token was never appended. Were the page sealed, its
+ * key would promise bytes that it does not hold.
+ */
+KVT_TEST(failed_step_seals_nothing)
+{
+	enum { SHORT = 120, FILL = 8, LONG = 148 };
+	struct eng_inject in = {.kind = ENG_INJECT_NO_CHECK};
+	struct eng_options opt = {.kv = ENG_KV_FP8, .inject = true};
+	static struct trace clean, t;
+	struct eng_engine *e;
+	u32 ids[LONG];
+
+	open_scene("batch");
+	e = make_engine(false);
+	trace_submit(e, &clean, sc.prompts[VICTIM], SHORT, FILL, false);
+	rig_run(e);
+	memcpy(ids, sc.prompts[VICTIM], SHORT * sizeof(u32));
+	memcpy(ids + SHORT, clean.tokens, FILL * sizeof(u32));
+	memcpy(ids + SHORT + FILL, sc.prompts[OTHER],
+	       (LONG - SHORT - FILL) * sizeof(u32));
+	trace_submit(e, &clean, ids, LONG, 5, false);
+	rig_run(e);
+	eng_engine_destroy(e);
+	e = rig_engine(&sc.rig, &opt);
+	in.victim = trace_submit(e, &t, sc.prompts[VICTIM], SHORT, NEW, false);
+	rig_turns(e, in.victim, FILL);
+	KVT_EXPECT_EQ(eng_inject_arm(e, &in), 0);
+	rig_run(e);
+	KVT_EXPECT_EQ(t.res.finish, ENG_FINISH_STALE);
+	trace_submit(e, &t, ids, LONG, 5, false);
+	rig_run(e);
+	KVT_EXPECT_EQ(t.res.nr_cached, 64);
+	trace_expect_equal(&clean, &t, "behind a failed request");
+	eng_engine_destroy(e);
 	rig_close(&sc.rig);
 }
 

@@ -393,6 +393,8 @@ KVT_TEST(bad_requests_name_the_field)
 	} bad[] = {
 		{"", 400, "", "body"},
 		{"{", 400, "", "not JSON"},
+		{"{\"prompt\":\"a\\u0000b\"}", 400, "", "u0000"},
+		{"{\"prompt\":\"a\\\\u0000b\",\"max_tokens\":1}", 200, "", ""},
 		{"[1]", 400, "", "object"},
 		{"{\"prompt\":\"x\"} x", 400, "", "not JSON"},
 		{"{}", 400, "prompt", "missing"},

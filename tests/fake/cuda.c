@@ -3,18 +3,26 @@
  * fake/cuda.c - a CUDA driver in memfds, for tests on machines without a GPU.
  *
  * Built as a shared library and loaded through KV_CUDA_LIB in place of libcuda.so.1.
- *Device memory is a memfd, so that import, map and the bytes themselves work between
- *processes. It obeys the measured rules of docs/facts.md: an imported handle cannot be
- *exported again (F-reexp), an exported fd keeps the memory (F-keep), exported fds lack
- *O_CLOEXEC, and nothing works before cuInit.
+ * Device memory is a memfd, so that import, map and the bytes themselves work between
+ * processes. It obeys the measured rules of docs/facts.md: an imported handle cannot be
+ * exported again (F-reexp), an exported fd keeps the memory (F-keep), exported fds lack
+ * O_CLOEXEC, and nothing works before cuInit. Mapping needs a current context.
  *
- *	FAKE_CUDA_DEVICES	number of devices (1); device i has a UUID of 16 bytes 0x10
- *+ i FAKE_CUDA_VISIBLE	ordinals this process sees, in order, as CUDA_VISIBLE_DEVICES
- *	FAKE_CUDA_FAIL		"cuMemCreate:3": the third call of that entry fails (out
- *of memory) FAKE_CUDA_INIT_MS	time that cuInit takes
+ *	FAKE_CUDA_DEVICES	number of devices (1); device i has a UUID of 16 bytes 0x10 + i
+ *	FAKE_CUDA_VISIBLE	devices this process sees, in order, as CUDA_VISIBLE_DEVICES
+ *	FAKE_CUDA_FAIL		"cuMemCreate:3": the third call of that entry fails (out of
+ *				memory); "cuMemCreate:3+": the third and all later ones
+ *	FAKE_CUDA_INIT		CUDA result of cuInit (0)
+ *	FAKE_CUDA_INIT_MS	time that cuInit takes
+ *	FAKE_CUDA_NO_SCRUB	fresh memory holds old bytes (0xd1)
+ *	FAKE_CUDA_NO_CONTEXT	"kvmd": a context made by a program of that name aborts it
+ *	FAKE_CUDA_LACKS		number of a device attribute that is 0
+ *	FAKE_CUDA_MODE		compute mode (0)
  *
- * fake_cuda_open_handles() tells how many handles are not released.
+ * A context is an open memfd named after its process, which the fake NVML finds.
+ * fake_cuda_get() tells what is open and how often an entry was called.
  */
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -24,6 +32,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#include "tests/fake/fake.h"
 #include "base/cuda_syms.h"
 
 #define API	    __attribute__((visibility("default")))
@@ -45,6 +54,10 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct handle handles[HANDLES_MAX];
 static unsigned nr_handles; /* entries ever used */
 static bool initialised;
+static struct fake_cuda_counts counts;
+static __thread kv_cu_ctx stack[8];
+static __thread unsigned depth;
+static int ctx_fds[DEVICES_MAX] = {-1, -1, -1, -1, -1, -1, -1, -1};
 static int visible[DEVICES_MAX], nr_visible;
 
 /* Does FAKE_CUDA_FAIL say that this call fails? */
@@ -54,8 +67,10 @@ static bool must_fail(const char *entry, int *calls)
 	size_t n = strlen(entry);
 
 	++*calls;
-	return env && !strncmp(env, entry, n) && env[n] == ':' &&
-	       atoi(env + n + 1) == *calls;
+	if (!env || strncmp(env, entry, n) || env[n] != ':')
+		return false;
+	return strchr(env, '+') ? *calls >= atoi(env + n + 1)
+				: *calls == atoi(env + n + 1);
 }
 
 #define MAYBE_FAIL(entry)                      \
@@ -67,6 +82,12 @@ static bool must_fail(const char *entry, int *calls)
 			return NOT_INIT;       \
 	} while (0)
 
+#define NEED_CONTEXT()              \
+	do {                        \
+		if (!depth)         \
+			return 201; \
+	} while (0)
+
 API kv_cu_result cuInit(unsigned flags);
 API kv_cu_result cuInit(unsigned flags)
 {
@@ -74,6 +95,8 @@ API kv_cu_result cuInit(unsigned flags)
 	const char *nr = getenv("FAKE_CUDA_DEVICES");
 	int devices = nr ? atoi(nr) : 1;
 
+	if (getenv("FAKE_CUDA_INIT"))
+		return atoi(getenv("FAKE_CUDA_INIT"));
 	if (ms)
 		usleep((useconds_t)atoi(ms) * 1000);
 	if (devices <= 0)
@@ -143,9 +166,13 @@ API kv_cu_result cuDeviceGetAttribute(int *value, int attr, kv_cu_device dev);
 API kv_cu_result cuDeviceGetAttribute(int *value, int attr, kv_cu_device dev)
 {
 	MAYBE_FAIL("cuDeviceGetAttribute");
-	(void)attr;
 	(void)dev;
 	*value = 1;
+	if (attr == KV_CU_ATTR_POSIX_FD || attr == KV_CU_ATTR_VMM)
+		*value = !getenv("FAKE_CUDA_LACKS") ||
+			 atoi(getenv("FAKE_CUDA_LACKS")) != attr;
+	if (attr == KV_CU_ATTR_COMPUTE_MODE)
+		*value = getenv("FAKE_CUDA_MODE") ? atoi(getenv("FAKE_CUDA_MODE")) : 0;
 	return OK;
 }
 
@@ -185,6 +212,16 @@ static struct handle *handle_get(kv_cu_handle h)
 	return h && h <= nr_handles && handles[h - 1].fd >= 0 ? &handles[h - 1] : NULL;
 }
 
+static int make_dirty(int fd, size_t bytes)
+{
+	static const u8 old[4096] = {[7] = 0xd1};
+
+	for (size_t at = 0; at < bytes; at += 1u << 20)
+		if (pwrite(fd, old, sizeof(old), (off_t)at) != (ssize_t)sizeof(old))
+			return -1;
+	return 0;
+}
+
 API kv_cu_result cuMemCreate(kv_cu_handle *handle, size_t bytes,
 			     const struct kv_cu_alloc_prop *prop, u64 flags);
 API kv_cu_result cuMemCreate(kv_cu_handle *handle, size_t bytes,
@@ -198,6 +235,10 @@ API kv_cu_result cuMemCreate(kv_cu_handle *handle, size_t bytes,
 	fd = memfd_create("fake-cuda", MFD_CLOEXEC);
 	if (fd < 0)
 		return 304;
+	if (getenv("FAKE_CUDA_NO_SCRUB") && make_dirty(fd, bytes)) {
+		close(fd);
+		return NO_MEMORY;
+	}
 	if (ftruncate(fd, (off_t)bytes) || !(*handle = handle_add(fd, bytes, false))) {
 		close(fd);
 		return NO_MEMORY;
@@ -248,6 +289,7 @@ API kv_cu_result cuMemImportFromShareableHandle(kv_cu_handle *handle, void *fd, 
 	copy = fcntl((int)(intptr_t)fd, F_DUPFD_CLOEXEC, 0);
 	if (copy < 0)
 		return INVALID;
+	counts.imports++;
 	bytes = lseek(copy, 0, SEEK_END);
 	if (bytes <= 0 || !(*handle = handle_add(copy, (size_t)bytes, true))) {
 		close(copy);
@@ -264,6 +306,7 @@ API kv_cu_result cuMemAddressReserve(kv_cu_ptr *ptr, size_t bytes, size_t align,
 	void *p;
 
 	MAYBE_FAIL("cuMemAddressReserve");
+	NEED_CONTEXT();
 	(void)align;
 	(void)hint;
 	(void)flags;
@@ -272,6 +315,7 @@ API kv_cu_result cuMemAddressReserve(kv_cu_ptr *ptr, size_t bytes, size_t align,
 	if (p == MAP_FAILED)
 		return NO_MEMORY;
 	*ptr = (kv_cu_ptr)(uintptr_t)p;
+	counts.reserved_bytes += bytes;
 	return OK;
 }
 
@@ -279,7 +323,10 @@ API kv_cu_result cuMemAddressFree(kv_cu_ptr ptr, size_t bytes);
 API kv_cu_result cuMemAddressFree(kv_cu_ptr ptr, size_t bytes)
 {
 	MAYBE_FAIL("cuMemAddressFree");
-	return munmap((void *)(uintptr_t)ptr, bytes) ? INVALID : OK;
+	if (munmap((void *)(uintptr_t)ptr, bytes))
+		return INVALID;
+	counts.reserved_bytes -= bytes;
+	return OK;
 }
 
 API kv_cu_result cuMemMap(kv_cu_ptr ptr, size_t bytes, size_t offset, kv_cu_handle handle,
@@ -290,11 +337,14 @@ API kv_cu_result cuMemMap(kv_cu_ptr ptr, size_t bytes, size_t offset, kv_cu_hand
 	struct handle *h = handle_get(handle);
 
 	MAYBE_FAIL("cuMemMap");
+	NEED_CONTEXT();
 	if (!h || offset || flags || bytes > h->bytes)
 		return INVALID;
 	if (mmap((void *)(uintptr_t)ptr, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, h->fd,
 		 0) == MAP_FAILED)
 		return NO_MEMORY;
+	counts.mapped++;
+	counts.mapped_bytes += bytes;
 	return OK;
 }
 
@@ -306,6 +356,8 @@ API kv_cu_result cuMemUnmap(kv_cu_ptr ptr, size_t bytes)
 		 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1,
 		 0) == MAP_FAILED)
 		return INVALID;
+	counts.mapped--;
+	counts.mapped_bytes -= bytes;
 	return OK;
 }
 
@@ -317,19 +369,223 @@ API kv_cu_result cuMemSetAccess(kv_cu_ptr ptr, size_t bytes,
 	int prot = PROT_READ | (desc[0].flags == KV_CU_READWRITE ? PROT_WRITE : 0);
 
 	MAYBE_FAIL("cuMemSetAccess");
+	NEED_CONTEXT();
 	if (nr != 1)
 		return INVALID;
 	return mprotect((void *)(uintptr_t)ptr, bytes, prot) ? INVALID : OK;
 }
 
-API unsigned fake_cuda_open_handles(void);
-API unsigned fake_cuda_open_handles(void)
-{
-	unsigned n = 0;
+/* ----------------------------------------------------------------- contexts */
 
+/* kvmd must never make one (facts F-ctx). */
+static void forbidden(void)
+{
+	const char *name = getenv("FAKE_CUDA_NO_CONTEXT");
+
+	if (name && !strcmp(name, program_invocation_short_name))
+		abort();
+}
+
+API kv_cu_result cuDevicePrimaryCtxRetain(kv_cu_ctx *ctx, kv_cu_device dev);
+API kv_cu_result cuDevicePrimaryCtxRetain(kv_cu_ctx *ctx, kv_cu_device dev)
+{
+	char name[64];
+
+	MAYBE_FAIL("cuDevicePrimaryCtxRetain");
+	forbidden();
+	if (dev < 0 || dev >= nr_visible)
+		return 101;
+	if (ctx_fds[dev] < 0) {
+		snprintf(name, sizeof(name), "fake-cuda-ctx-%d", getpid());
+		ctx_fds[dev] = memfd_create(name, MFD_CLOEXEC);
+		if (ctx_fds[dev] < 0)
+			return 304;
+		counts.contexts++;
+	}
+	*ctx = (kv_cu_ctx)(uintptr_t)(dev + 1);
+	return OK;
+}
+
+API kv_cu_result cuDevicePrimaryCtxRelease_v2(kv_cu_device dev);
+API kv_cu_result cuDevicePrimaryCtxRelease_v2(kv_cu_device dev)
+{
+	MAYBE_FAIL("cuDevicePrimaryCtxRelease_v2");
+	if (dev < 0 || dev >= nr_visible || ctx_fds[dev] < 0)
+		return 101;
+	close(ctx_fds[dev]);
+	ctx_fds[dev] = -1;
+	counts.contexts--;
+	return OK;
+}
+
+API kv_cu_result cuCtxGetCurrent(kv_cu_ctx *ctx);
+API kv_cu_result cuCtxGetCurrent(kv_cu_ctx *ctx)
+{
+	MAYBE_FAIL("cuCtxGetCurrent");
+	*ctx = depth ? stack[depth - 1] : NULL;
+	return OK;
+}
+
+API kv_cu_result cuCtxGetDevice(kv_cu_device *dev);
+API kv_cu_result cuCtxGetDevice(kv_cu_device *dev)
+{
+	MAYBE_FAIL("cuCtxGetDevice");
+	NEED_CONTEXT();
+	*dev = (int)(uintptr_t)stack[depth - 1] - 1;
+	return OK;
+}
+
+API kv_cu_result cuCtxPushCurrent_v2(kv_cu_ctx ctx);
+API kv_cu_result cuCtxPushCurrent_v2(kv_cu_ctx ctx)
+{
+	MAYBE_FAIL("cuCtxPushCurrent_v2");
+	if (depth == 8 || !ctx)
+		return INVALID;
+	stack[depth++] = ctx;
+	return OK;
+}
+
+API kv_cu_result cuCtxPopCurrent_v2(kv_cu_ctx *ctx);
+API kv_cu_result cuCtxPopCurrent_v2(kv_cu_ctx *ctx)
+{
+	MAYBE_FAIL("cuCtxPopCurrent_v2");
+	NEED_CONTEXT();
+	depth--;
+	if (ctx)
+		*ctx = stack[depth];
+	return OK;
+}
+
+API kv_cu_result cuCtxSynchronize(void);
+API kv_cu_result cuCtxSynchronize(void)
+{
+	MAYBE_FAIL("cuCtxSynchronize");
+	NEED_CONTEXT();
+	return OK;
+}
+
+/* ------------------------------------------- memory with a legacy IPC handle */
+
+static struct {
+	u8 *addr;
+	size_t bytes;
+	int fd;
+} legacy[16];
+
+API kv_cu_result cuMemAlloc_v2(kv_cu_ptr *ptr, size_t bytes);
+API kv_cu_result cuMemAlloc_v2(kv_cu_ptr *ptr, size_t bytes)
+{
+	unsigned i = 0;
+
+	MAYBE_FAIL("cuMemAlloc_v2");
+	NEED_CONTEXT();
+	while (i < 16 && legacy[i].addr)
+		i++;
+	if (i == 16)
+		return NO_MEMORY;
+	legacy[i].fd = memfd_create("fake-cuda-legacy", MFD_CLOEXEC);
+	if (legacy[i].fd < 0 || ftruncate(legacy[i].fd, (off_t)bytes))
+		return NO_MEMORY;
+	legacy[i].addr =
+		mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, legacy[i].fd, 0);
+	legacy[i].bytes = bytes;
+	*ptr = (kv_cu_ptr)(uintptr_t)legacy[i].addr;
+	return OK;
+}
+
+API kv_cu_result cuMemFree_v2(kv_cu_ptr ptr);
+API kv_cu_result cuMemFree_v2(kv_cu_ptr ptr)
+{
+	MAYBE_FAIL("cuMemFree_v2");
+	for (unsigned i = 0; i < 16; i++) {
+		if (!legacy[i].addr || legacy[i].addr != (u8 *)(uintptr_t)ptr)
+			continue;
+		munmap(legacy[i].addr, legacy[i].bytes);
+		close(legacy[i].fd);
+		legacy[i].addr = NULL;
+		return OK;
+	}
+	return INVALID;
+}
+
+API kv_cu_result cuMemcpyHtoD_v2(kv_cu_ptr dst, const void *src, size_t bytes);
+API kv_cu_result cuMemcpyHtoD_v2(kv_cu_ptr dst, const void *src, size_t bytes)
+{
+	MAYBE_FAIL("cuMemcpyHtoD_v2");
+	NEED_CONTEXT();
+	memcpy((void *)(uintptr_t)dst, src, bytes);
+	return OK;
+}
+
+API kv_cu_result cuMemcpyDtoH_v2(void *dst, kv_cu_ptr src, size_t bytes);
+API kv_cu_result cuMemcpyDtoH_v2(void *dst, kv_cu_ptr src, size_t bytes)
+{
+	MAYBE_FAIL("cuMemcpyDtoH_v2");
+	NEED_CONTEXT();
+	memcpy(dst, (void *)(uintptr_t)src, bytes);
+	return OK;
+}
+
+/* The handle is "pid fd bytes": the importer goes through /proc. */
+API kv_cu_result cuIpcGetMemHandle(struct kv_cu_ipc_handle *handle, kv_cu_ptr ptr);
+API kv_cu_result cuIpcGetMemHandle(struct kv_cu_ipc_handle *handle, kv_cu_ptr ptr)
+{
+	MAYBE_FAIL("cuIpcGetMemHandle");
+	for (unsigned i = 0; i < 16; i++) {
+		if (!legacy[i].addr || legacy[i].addr != (u8 *)(uintptr_t)ptr)
+			continue;
+		memset(handle, 0, sizeof(*handle));
+		snprintf(handle->reserved, sizeof(handle->reserved), "%d %d %zu",
+			 getpid(), legacy[i].fd, legacy[i].bytes);
+		return OK;
+	}
+	return INVALID;
+}
+
+API kv_cu_result cuIpcOpenMemHandle_v2(kv_cu_ptr *ptr, struct kv_cu_ipc_handle handle,
+				       unsigned flags);
+API kv_cu_result cuIpcOpenMemHandle_v2(kv_cu_ptr *ptr, struct kv_cu_ipc_handle handle,
+				       unsigned flags)
+{
+	char path[64];
+	size_t bytes;
+	int pid, fd;
+	void *p;
+
+	MAYBE_FAIL("cuIpcOpenMemHandle_v2");
+	NEED_CONTEXT();
+	if (flags != KV_CU_IPC_LAZY ||
+	    sscanf(handle.reserved, "%d %d %zu", &pid, &fd, &bytes) != 3)
+		return INVALID;
+	if (pid == getpid())
+		return 201; /* facts F-legacy: not in the exporting process */
+	snprintf(path, sizeof(path), "/proc/%d/fd/%d", pid, fd);
+	fd = open(path, O_RDWR | O_CLOEXEC);
+	if (fd < 0)
+		return INVALID;
+	p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	close(fd);
+	if (p == MAP_FAILED)
+		return NO_MEMORY;
+	*ptr = (kv_cu_ptr)(uintptr_t)p;
+	return OK;
+}
+
+API kv_cu_result cuIpcCloseMemHandle(kv_cu_ptr ptr);
+API kv_cu_result cuIpcCloseMemHandle(kv_cu_ptr ptr)
+{
+	MAYBE_FAIL("cuIpcCloseMemHandle");
+	(void)ptr;
+	return OK;
+}
+
+API void fake_cuda_get(struct fake_cuda_counts *ret);
+API void fake_cuda_get(struct fake_cuda_counts *ret)
+{
 	pthread_mutex_lock(&lock);
+	*ret = counts;
+	ret->handles = 0;
 	for (unsigned i = 0; i < nr_handles; i++)
-		n += handles[i].fd >= 0;
+		ret->handles += handles[i].fd >= 0;
 	pthread_mutex_unlock(&lock);
-	return n;
 }

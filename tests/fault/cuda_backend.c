@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 #include "base/cuda_syms.h"
 #include "kvmd/backend/cuda.h"
+#include "tests/fake/fake.h"
 
 #ifdef CONFIG_CUDA
 /* our copies of the driver's structs against the real ones */
@@ -27,25 +28,15 @@ KV_STATIC_ASSERT(sizeof(struct kv_cu_location) == sizeof(CUmemLocation), "locati
 
 static void use_fake(void)
 {
-	char path[4096];
-	ssize_t n = readlink("/proc/self/exe", path, sizeof(path) - 64);
-
-	KVT_EXPECT(n > 0);
-	path[n] = 0;
-	/* .../tests/fault/cuda_backend -> .../tests/fake/libcuda.so */
-	*strrchr(path, '/') = 0;
-	strcpy(strrchr(path, '/'), "/fake/libcuda.so");
-	setenv("KV_CUDA_LIB", path, 1);
+	KVT_EXPECT_EQ(fake_use("KV_CUDA_LIB", "libcuda.so"), 0);
 }
 
 static unsigned open_handles(void)
 {
-	void *lib = dlopen(getenv("KV_CUDA_LIB"), RTLD_NOW | RTLD_NOLOAD);
-	unsigned (*fn)(void);
+	struct fake_cuda_counts n;
 
-	KVT_EXPECT(lib);
-	*(void **)&fn = dlsym(lib, "fake_cuda_open_handles");
-	return fn();
+	KVT_EXPECT_EQ(fake_counts(&n), 0);
+	return n.handles;
 }
 
 static int open_fds(void)
@@ -59,11 +50,18 @@ static int open_fds(void)
 	return n;
 }
 
+static int make(const u8 *uuid, u64 bytes, struct kvd_backend **ret)
+{
+	struct kvd_cuda_params p = {.uuid = uuid, .capacity_bytes = bytes};
+
+	return kvd_cuda_create(&p, ret);
+}
+
 static enum kvd_cuda_state wait_started(struct kvd_backend *be)
 {
-	for (int i = 0; i < 5000 && kvd_cuda_state(be, NULL) == KVD_CUDA_STARTING; i++)
+	for (int i = 0; i < 5000 && kvd_cuda_state(be) == KVD_CUDA_STARTING; i++)
 		usleep(1000);
-	return kvd_cuda_state(be, NULL);
+	return kvd_cuda_state(be);
 }
 
 KVT_TEST(no_driver_is_enoent)
@@ -74,7 +72,7 @@ KVT_TEST(no_driver_is_enoent)
 	setenv("KV_CUDA_LIB", "/nonexistent/libcuda.so.1", 1);
 	KVT_EXPECT_EQ(kvd_cuda_probe(error, sizeof(error)), -ENOENT);
 	KVT_EXPECT_HAS(error, "libcuda");
-	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 64 * MIB, &be), -ENOENT);
+	KVT_EXPECT_EQ(make(NULL, 64 * MIB, &be), -ENOENT);
 	KVT_EXPECT(!be);
 }
 
@@ -95,7 +93,7 @@ KVT_TEST(driver_without_device_fails_visibly)
 
 	use_fake();
 	setenv("FAKE_CUDA_DEVICES", "0", 1);
-	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
 	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_FAILED);
 	KVT_EXPECT_HAS(kvd_cuda_error(be), "cuInit");
 	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), -EIO);
@@ -109,11 +107,29 @@ KVT_TEST(growth_is_pending_until_the_driver_is_up)
 
 	use_fake();
 	setenv("FAKE_CUDA_INIT_MS", "200", 1);
-	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
 	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), -EAGAIN);
 	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
 	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), 0);
 	be->ops->extent_free(be, &h, 64 * MIB);
+	kvd_cuda_destroy(be);
+}
+
+/* Without a size the device is asked, and the size is known when it is up. */
+KVT_TEST(capacity_is_a_share_of_the_device)
+{
+	struct kvd_backend_limits limits;
+	struct kvd_backend *be;
+
+	use_fake();
+	setenv("FAKE_CUDA_INIT_MS", "50", 1);
+	KVT_EXPECT_EQ(make(NULL, 0, &be), 0);
+	be->ops->limits(be, &limits);
+	KVT_EXPECT_EQ(limits.capacity_bytes, 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
+	be->ops->limits(be, &limits);
+	KVT_EXPECT_EQ(limits.capacity_bytes, (8192 * MIB / 100 * 90) & ~(2 * MIB - 1));
+	KVT_EXPECT_EQ(kvd_cuda_get_info(be)->total_bytes, 8192 * MIB);
 	kvd_cuda_destroy(be);
 }
 
@@ -124,7 +140,7 @@ KVT_TEST(extent_fd_is_cloexec_and_the_only_reference)
 	int fds;
 
 	use_fake();
-	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
 	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
 	fds = open_fds();
 	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), 0);
@@ -158,7 +174,7 @@ KVT_TEST(o15_half_made_extent_is_undone)
 			continue;
 		}
 		setenv("FAKE_CUDA_FAIL", steps[i], 1);
-		KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+		KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
 		KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
 		fds = open_fds();
 		KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), -ENOMEM);
@@ -187,16 +203,36 @@ KVT_TEST(o10_gpu_is_matched_by_uuid)
 	setenv("FAKE_CUDA_DEVICES", "4", 1);
 	setenv("FAKE_CUDA_VISIBLE", "2,3", 1);
 	memset(want, 0x12, sizeof(want)); /* physical 2, ordinal 0 here */
-	KVT_EXPECT_EQ(kvd_cuda_create(want, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(make(want, 128 * MIB, &be), 0);
 	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
-	KVT_EXPECT_EQ(kvd_cuda_state(be, got), KVD_CUDA_READY);
+	memcpy(got, kvd_cuda_get_info(be)->uuid, sizeof(got));
 	KVT_EXPECT(!memcmp(got, want, sizeof(got)));
 	kvd_cuda_destroy(be);
 
 	memset(want, 0x10, sizeof(want)); /* not visible */
-	KVT_EXPECT_EQ(kvd_cuda_create(want, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(make(want, 128 * MIB, &be), 0);
 	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_FAILED);
 	KVT_EXPECT_HAS(kvd_cuda_error(be), "UUID");
+	kvd_cuda_destroy(be);
+}
+
+/* cases O17: mscclpp#467. What the device cannot do is one line at the start. */
+KVT_TEST(o17_missing_ability_is_named_at_the_start)
+{
+	struct kvd_extent_handle h;
+	struct kvd_backend *be;
+
+	use_fake();
+	setenv("FAKE_CUDA_LACKS", "103", 1);
+	KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_FAILED);
+	KVT_EXPECT_HAS(kvd_cuda_error(be), "file descriptor");
+	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), -EIO);
+	kvd_cuda_destroy(be);
+	setenv("FAKE_CUDA_LACKS", "102", 1);
+	KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_FAILED);
+	KVT_EXPECT_HAS(kvd_cuda_error(be), "virtual memory");
 	kvd_cuda_destroy(be);
 }
 
@@ -206,7 +242,7 @@ KVT_TEST(two_gpus_need_a_uuid)
 
 	use_fake();
 	setenv("FAKE_CUDA_DEVICES", "2", 1);
-	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
 	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_FAILED);
 	KVT_EXPECT_HAS(kvd_cuda_error(be), "2 devices");
 	kvd_cuda_destroy(be);
@@ -220,11 +256,12 @@ KVT_TEST(imported_extent_shows_the_bytes)
 	struct kvd_extent_handle h;
 	struct kvd_backend *be;
 	kv_cu_handle imported;
+	kv_cu_ctx ctx;
 	kv_cu_ptr va;
 	int fd2;
 
 	use_fake();
-	KVT_EXPECT_EQ(kvd_cuda_create(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
 	KVT_EXPECT_EQ(wait_started(be), KVD_CUDA_READY);
 	KVT_EXPECT_EQ(be->ops->extent_alloc(be, 64 * MIB, &h), 0);
 	KVT_EXPECT_EQ(pwrite(h.fd, "kvmd", 4, 4096), 4);
@@ -232,6 +269,8 @@ KVT_TEST(imported_extent_shows_the_bytes)
 	KVT_EXPECT_EQ(cu.mem_import(&imported, (void *)(intptr_t)h.fd, KV_CU_POSIX_FD),
 		      0);
 	KVT_EXPECT_EQ(cu.mem_export(&fd2, imported, KV_CU_POSIX_FD, 0), 1); /* F-reexp */
+	KVT_EXPECT_EQ(cu.ctx_retain(&ctx, 0), 0);
+	KVT_EXPECT_EQ(cu.ctx_push(ctx), 0);
 	KVT_EXPECT_EQ(cu.va_reserve(&va, 128 * MIB, 0, 0, 0), 0);
 	KVT_EXPECT_EQ(cu.mem_map(va + 64 * MIB, 64 * MIB, 0, imported, 0), 0);
 	KVT_EXPECT_EQ(cu.mem_access(va + 64 * MIB, 64 * MIB, &rw, 1), 0);

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* common.c - see common.h. */
 #include "tests/ipc/common.h"
+#include "tests/fake/fake.h"
+#include "base/cuda_syms.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -25,9 +27,41 @@ void ipc_show_log(const struct eng_private_kvmd *d)
 		fclose(f);
 }
 
+bool ipc_on_cuda(void)
+{
+	const char *backend = getenv("KVT_BACKEND");
+
+	if (backend && *backend && strcmp(backend, "host") && strcmp(backend, "cuda"))
+		KVT_FAIL("KVT_BACKEND=%s: host or cuda", backend);
+	return backend && !strcmp(backend, "cuda");
+}
+
+void ipc_use_fake_cuda(void)
+{
+	KVT_EXPECT_EQ(fake_use("KV_CUDA_LIB", "libcuda.so"), 0);
+	KVT_EXPECT_EQ(fake_use("KV_NVML_LIB", "libnvml.so"), 0);
+	setenv("FAKE_CUDA_NO_CONTEXT", "kvmd", 1);
+}
+
+void ipc_gpu_context(int ordinal)
+{
+	struct kv_cuda_syms cu;
+	char error[200];
+	kv_cu_device dev;
+	kv_cu_ctx ctx;
+
+	if (kv_cuda_load(&cu, error, sizeof(error)))
+		KVT_FAIL("%s", error);
+	KVT_EXPECT_EQ(cu.init(0), 0);
+	KVT_EXPECT_EQ(cu.device_get(&dev, ordinal), 0);
+	KVT_EXPECT_EQ(cu.ctx_retain(&ctx, dev), 0);
+	KVT_EXPECT_EQ(cu.ctx_push(ctx), 0);
+}
+
 void ipc_start(struct eng_private_kvmd *d, const char *const *args)
 {
-	const char *all[ARGS_MAX + 3] = {NULL};
+	const char *size = ipc_on_cuda() ? "--gpu-bytes" : "--host-bytes";
+	const char *all[ARGS_MAX + 6] = {NULL};
 	bool sized = false;
 	char error[512];
 	int n = 0, r;
@@ -35,11 +69,20 @@ void ipc_start(struct eng_private_kvmd *d, const char *const *args)
 	for (; args && args[n]; n++) {
 		KVT_EXPECT(n < ARGS_MAX);
 		all[n] = args[n];
-		sized |= !strcmp(args[n], "--host-bytes");
+		if (strcmp(args[n], "--host-bytes"))
+			continue;
+		sized = true;
+		all[n] = size;
 	}
 	if (!sized) {
-		all[n++] = "--host-bytes";
-		all[n] = "256MiB";
+		all[n++] = size;
+		all[n++] = "256MiB";
+	}
+	if (ipc_on_cuda()) {
+		ipc_use_fake_cuda();
+		all[n++] = "--test-extents";
+		all[n++] = "--backend";
+		all[n++] = "cuda";
 	}
 	r = eng_private_kvmd_start(all, d, error, sizeof(error));
 	if (r)
@@ -79,6 +122,8 @@ struct kvc *ipc_connect(const struct eng_private_kvmd *d)
 	struct kvc *c;
 	int r = kvc_open(&opt, &c);
 
+	if (ipc_on_cuda())
+		ipc_gpu_context(0);
 	if (r)
 		KVT_FAIL("kvc_open: %d %s", r, kvc_strerror(NULL));
 	return c;

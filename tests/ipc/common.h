@@ -15,10 +15,24 @@
 #include "tests/kvt.h"
 
 /**
+ * ipc_on_cuda() - KVT_BACKEND=cuda: the cases run on the cuda backend over the fake driver
+ * (tests/fake), so that both backends pass the same tests
+ */
+bool ipc_on_cuda(void);
+
+/** ipc_use_fake_cuda() - kvmd and this process load the fake driver; a context that kvmd
+ * makes aborts it */
+void ipc_use_fake_cuda(void);
+
+/** ipc_gpu_context() - what an engine has done before it opens a pool: a current context */
+void ipc_gpu_context(int ordinal);
+
+/**
  * ipc_start() - a private kvmd for this case
  * @args: more arguments, NULL-terminated, or NULL
  *
- * Without "--host-bytes" among @args the host backend gets 256 MiB.
+ * Without "--host-bytes" among @args the backend gets 256 MiB; on cuda the same size is
+ * its "--gpu-bytes".
  */
 void ipc_start(struct eng_private_kvmd *d, const char *const *args);
 

@@ -336,7 +336,9 @@ static void restart(const struct eng_private_kvmd *old)
 		kvmd.pid = fork();
 		if (kvmd.pid == 0) {
 			execl(path, path, "--private", old->dir, "--die-with-parent",
-			      "--host-bytes", "256MiB", NULL);
+			      "--backend", ipc_on_cuda() ? "cuda" : "host",
+			      ipc_on_cuda() ? "--gpu-bytes" : "--host-bytes", "256MiB",
+			      "--test-extents", NULL);
 			_exit(127);
 		}
 		usleep(100000);

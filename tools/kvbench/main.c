@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "base/util.h"
+#include "engine/openmp.h"
 #include "tools/kvbench/inject.h"
 #include "tools/kvbench/mm.h"
 
@@ -54,6 +55,7 @@ static void usage(FILE *to)
 
 int main(int argc, char **argv)
 {
+	eng_openmp_passive(argv);
 	if (argc < 2) {
 		usage(stderr);
 		return 2;

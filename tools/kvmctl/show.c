@@ -76,6 +76,19 @@ static void pages_line(const cJSON *pages)
 	printf("\n");
 }
 
+static void gpu_line(struct ctl *ctl, const cJSON *gpu)
+{
+	char a[32];
+
+	if (!cJSON_IsObject(gpu))
+		return;
+	printf("GPU        %s, %s", ctl_str(gpu, "uuid"), ctl_str(gpu, "state"));
+	if (cJSON_HasObjectItem(gpu, "name"))
+		printf(", %s, %s in all", ctl_str(gpu, "name"),
+		       ctl_size(ctl, ctl_num(gpu, "total_bytes"), a, sizeof(a)));
+	printf("\n");
+}
+
 static int status_text(struct ctl *ctl, const cJSON *reply)
 {
 	const cJSON *mem = cJSON_GetObjectItemCaseSensitive(reply, "memory");
@@ -86,6 +99,7 @@ static int status_text(struct ctl *ctl, const cJSON *reply)
 	       ctl_age(ctl_num(reply, "uptime_ms"), age, sizeof(age)),
 	       ctl_str(reply, "backend"), ctl_str(reply, "check"));
 	health_text(reply);
+	gpu_line(ctl, cJSON_GetObjectItemCaseSensitive(reply, "gpu"));
 	printf("memory     %s of %s in extents\n",
 	       ctl_size(ctl, ctl_num(mem, "extent_bytes"), a, sizeof(a)),
 	       ctl_size(ctl, ctl_num(mem, "capacity_bytes"), b, sizeof(b)));
@@ -305,6 +319,7 @@ static const struct ctl_column pool_columns[] = {
 	{"seals", "SEALS", CTL_COUNT, true},
 	{"stride_bytes", "STRIDE", CTL_SIZE, true},
 	{"extents_max", "MOST EXTENTS", CTL_COUNT, true},
+	{"va_bytes", "ADDRESSES", CTL_SIZE, true},
 	{"sealed", "SEALED", CTL_COUNT, true},
 	{"quarantine", "QUARANTINE", CTL_COUNT, true},
 	{"magazine", "MAGAZINE", CTL_COUNT, true},

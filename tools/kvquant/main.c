@@ -8,6 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 #include "tools/kvquant/kvquant.h"
+#include "engine/openmp.h"
 
 #define TEXTS_MAX      16u
 #define DEFAULT_TOKENS 16384u
@@ -153,6 +154,7 @@ int main(int argc, char **argv)
 	struct eng_err err = {{0}};
 	int c, r;
 
+	eng_openmp_passive(argv);
 	while ((c = getopt_long(argc, argv, "h", longs, NULL)) >= 0) {
 		r = c == 'h' ? usage(stdout) : set_option(&o, texts, c, optarg);
 		if (r || c == 'h')

@@ -73,6 +73,9 @@ static void make_table(struct fake *f)
 					   .shift = FAKE_SHIFT,
 					   .nr_pages = FAKE_PAGES};
 	f->geometry.extent_bytes = f->geometry.stride_bytes << FAKE_SHIFT;
+	if (f->backend == KV_BACKEND_CUDA)
+		f->geometry.extent_bytes =
+			kv_round_up(f->geometry.extent_bytes, 2ull << 20);
 	f->table_fd = make_memfd("fake-table", kv_table_bytes(FAKE_PAGES), &map);
 	f->table = map;
 	f->table->magic = KV_TABLE_MAGIC;
@@ -169,6 +172,8 @@ static void reply_pool(struct fake *f, const struct kv_msg *m)
 
 	make_table(f);
 	r.geometry = f->geometry;
+	if (f->backend == KV_BACKEND_CUDA) /* device 0 of the fake driver */
+		memset(r.gpu_uuid, 0x10, sizeof(r.gpu_uuid));
 	send_fds(f->sock, &r, sizeof(r), &f->table_fd, 1);
 }
 

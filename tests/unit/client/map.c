@@ -224,16 +224,16 @@ KVT_TEST(close_leaves_nothing_behind)
 	KVT_EXPECT_EQ(count_fds(), fds);
 }
 
-KVT_TEST(backend_that_is_not_host_is_refused_by_name)
+KVT_TEST(unknown_backend_is_refused_by_name)
 {
 	struct kv_layout layout = fake_layout();
 	struct kvc_pool *p = NULL;
 
-	fake.backend = KV_BACKEND_CUDA;
+	fake.backend = KV_BACKEND_CUDA_LEGACY;
 	fake_start(&fake);
 	c = fake_connect(&fake, 500);
 	KVT_EXPECT_EQ(kvc_pool_open(c, &layout, NULL, NULL, &p), -ENODEV);
-	KVT_EXPECT_HAS(kvc_strerror(c), "backend=1");
+	KVT_EXPECT_HAS(kvc_strerror(c), "backend=2");
 	KVT_EXPECT(p == NULL);
 	layout.nr_scales = 4;
 	KVT_EXPECT_EQ(kvc_pool_open(c, &layout, NULL, NULL, &p), -EINVAL);

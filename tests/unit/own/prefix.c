@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* SEAL and LOOKUP in slices: what a turn may do, and what happens between two turns. */
 #include "tests/unit/own/common.h"
+#include "kvmd/own/walk.h"
 
 static struct rig r;
 static struct kvd_session *s, *s2;
@@ -21,6 +22,13 @@ static void setup(u32 nr_pages)
 		rig_tokens(1, i, tokens + i * KV_PAGE_TOKENS);
 }
 
+/* As after a restart: entries that only their keys find. */
+static void forget_walks(void)
+{
+	for (u32 pfn = 0; pfn < a->pool->geo.nr_pages; pfn++)
+		kvd_walk_del(a->pool, pfn);
+}
+
 static struct kvd_lookup_op lookup_op(u32 nr_tokens, u32 max_pages, u32 room)
 {
 	struct kvd_lookup_op op = {.s = s2,
@@ -39,6 +47,7 @@ KVT_TEST(lookup_hashes_16_pages_a_turn)
 	struct kvd_lookup_op op;
 
 	setup(40);
+	forget_walks();
 	op = lookup_op(64 * KV_PAGE_TOKENS, 0, 64);
 	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
 	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);
@@ -60,6 +69,7 @@ KVT_TEST(lookup_stops_where_it_is_told)
 	struct kvd_lookup_op op;
 
 	setup(40);
+	forget_walks();
 	op = lookup_op(20 * KV_PAGE_TOKENS + 63, 0, 64); /* the last page is not whole */
 	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
 	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);
@@ -83,12 +93,97 @@ KVT_TEST(lookup_stops_where_it_is_told)
 	rig_fini(&r);
 }
 
+static void expect_run(u32 nr, bool at_once)
+{
+	struct kvd_lookup_op op = lookup_op(64 * KV_PAGE_TOKENS, 0, 64);
+
+	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), at_once ? 0 : -EAGAIN);
+	while (!at_once && kvd_lookup_step(&op) == -EAGAIN)
+		;
+	KVT_EXPECT_EQ(op.nr, nr);
+	for (u32 i = 0; i < op.nr; i++) {
+		KVT_EXPECT(!memcmp(a->pool->tokens + hits[i].grant.pfn * KV_PAGE_TOKENS,
+				   tokens + i * KV_PAGE_TOKENS, KV_PAGE_TOKENS * 4));
+		KVT_EXPECT_EQ(rig_free1(s2, b, hits[i].grant), 0);
+	}
+	rig_run(&r);
+	rig_audit(&r);
+}
+
+/* 40 pages in one turn: no key was computed on the way. */
+KVT_TEST(walk_finds_known_pages_without_keys)
+{
+	setup(40);
+	expect_run(40, true);
+	forget_walks();
+	expect_run(40, false); /* by keys, which enters them again */
+	expect_run(40, true);
+	rig_fini(&r);
+}
+
+/* A page in the middle goes and comes back under another pfn and generation: what came
+ * after it is found by its key once, then by the walk again. */
+KVT_TEST(walk_goes_on_after_a_parent_came_back)
+{
+	struct kv_seal_ret ret;
+	struct kv_grant g;
+	u32 nr;
+
+	setup(40);
+	KVT_EXPECT_EQ(rig_lookup(s2, b, 1, 40, hits, &nr), 0);
+	for (u32 i = 0; i < nr; i++)
+		KVT_EXPECT_EQ(rig_free1(s2, b, hits[i].grant), 0);
+	KVT_EXPECT_EQ(kvd_lease_revoke(a->pool, hits[9].grant.pfn, hits[9].grant.tag), 0);
+	rig_run(&r);
+	expect_run(9, true);
+	g = rig_alloc1(s, a);
+	KVT_EXPECT_EQ(rig_seal(s, a, &g, 1, 1, 9, hits[8].key, &ret), 0);
+	rig_run(&r);
+	KVT_EXPECT(!memcmp(ret.key, hits[9].key, KV_KEY_BYTES));
+	expect_run(40, true);
+	KVT_EXPECT_EQ(a->pool->frames[hits[10].grant.pfn].parent, g.pfn);
+	KVT_EXPECT_EQ(a->pool->links[hits[10].grant.pfn].walk_parent, kv_tag_gen(g.tag));
+	expect_run(40, true);
+	rig_fini(&r);
+}
+
+/* All hashes collide: tokens and parent decide. Two sequences whose second pages hold the
+ * same tokens, and a third that has only the first page. */
+KVT_TEST(walk_believes_no_hash)
+{
+	struct kv_seal_ret rets[2];
+	struct kv_grant g[2];
+	u32 nr;
+
+	setup(1);
+	a->pool->key_bits = 0;
+	for (u64 seq = 2; seq < 4; seq++) {
+		KVT_EXPECT_EQ(rig_alloc(s, a, 2, KV_GFP_NOWAIT, g), 0);
+		KVT_EXPECT_EQ(rig_seal(s, a, g, 1, seq, 0, NULL, rets), 0);
+		if (seq == 2)
+			KVT_EXPECT_EQ(
+				rig_seal(s, a, g + 1, 1, 9, 1, rets[0].key, rets + 1), 0);
+		rig_run(&r);
+	}
+	rig_tokens(2, 0, tokens);
+	rig_tokens(9, 1, tokens + KV_PAGE_TOKENS);
+	expect_run(2, true);
+	rig_tokens(3, 0, tokens); /* its second page was never computed */
+	expect_run(1, true);
+	rig_tokens(9, 1, tokens); /* that page is no first page */
+	KVT_EXPECT_EQ(rig_lookup(s2, b, 7, 2, hits, &nr), KV_MISS);
+	rig_audit(&r);
+	rig_fini(&r);
+}
+
 /* The session dies between two turns: the pins of the first one drop with it. */
 KVT_TEST(lookup_of_a_dead_session_leaves_no_pin)
 {
 	struct kvd_lookup_op op;
 
 	setup(40);
+	forget_walks();
 	op = lookup_op(40 * KV_PAGE_TOKENS, 0, 64);
 	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
 	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);

@@ -1,0 +1,155 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_mla.cuh - what the two MLA decode kernels share: the ring's producer warp, reads
+ * of operands from it, the order of dims in the k-steps. SM is a kernel's shared memory,
+ * SM::C its constants.
+ */
+#ifndef KVK_ATTN_MLA_CUH
+#define KVK_ATTN_MLA_CUH
+
+#include "kernels/attn_plan.cuh"
+
+#define BAR_ALL	 1 /* all consumers */
+#define LATENT	 512
+#define ROPE	 64
+#define TOKENS	 KV_PAGE_TOKENS
+#define NR_KS	 ((LATENT + ROPE) / 16)
+#define SEG_RING 16
+
+/* What the warps agree on for a segment. */
+struct mla_seg {
+	struct plan_seg s;
+	uint32_t ok;
+	uint32_t nr_pieces;
+	uint32_t reserved[2];
+};
+
+/* ----------------------------------------------------------------------------- producer
+ */
+
+template <class SM>
+KVK_DEV struct mla_seg publish_seg(const struct attn_params &p,
+				   const struct plan_cta &cta, uint32_t i, uint64_t step,
+				   SM *sm)
+{
+	struct mla_seg g = {};
+
+	g.s = i == 0 ? cta.first : p.mem.segs[cta.base + i];
+	g.ok = kv_verdict_ok(p.verdicts[g.s.req], step, g.s.nr_rows);
+	g.nr_pieces = g.ok ? g.s.nr_pages : 0;
+	if (i >= SEG_RING)
+		spin_until(&sm->segs_done, SM::C::NR_WARPS * (i - SEG_RING + 1) - 1);
+	if ((threadIdx.x & 31) == 0) {
+		sm->segs[i % SEG_RING] = g;
+		sts_release(&sm->segs_in, i + 1);
+	}
+	return g;
+}
+
+template <class SM>
+KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
+		     uint64_t step, SM *sm)
+{
+	using C = typename SM::C;
+	const uint64_t policy = policy_evict_first();
+	const uint32_t bytes = C::SCALE_OFF + (C::ES == 1 && p.token_scales ? 256 : 0);
+	const int lane = threadIdx.x & 31;
+	const uint32_t flight = min(p.flight, (uint32_t)C::STAGES);
+	uint32_t stage = 0, phase = 1, issued = 0;
+
+	for (uint32_t i = 0; i < cta.count; i++) {
+		const struct plan_seg *ps =
+			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
+		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;
+		uint32_t n = min(32u, ps->nr_pages);
+		uint32_t pfn =
+			lane < n && ps->page0 + lane < ps->nr_rows ? rows[lane].pfn : 0;
+		struct mla_seg g = publish_seg(p, cta, i, step, sm);
+
+		for (uint32_t pg = 0; pg < g.s.nr_pages && g.ok; pg += 32) {
+			uint64_t off = page_offset(p, pfn);
+
+			n = min(32u, g.s.nr_pages - pg);
+			if (pg + 32 + lane < g.s.nr_pages)
+				pfn = rows[pg + 32 + lane].pfn;
+			for (uint32_t j = 0; j < n; j++) {
+				const uint8_t *at = p.base + __shfl_sync(~0u, off, j);
+
+				if (issued++ == 0)
+					grid_wait();
+				if (lane == 0) {
+					uint32_t before = issued - 1 - flight;
+
+					if (issued > flight)
+						mbar_wait(&sm->full[before % C::STAGES],
+							  before / C::STAGES & 1);
+					mbar_wait(&sm->empty[stage], phase);
+					mbar_arrive_expect(&sm->full[stage], bytes);
+					bulk_load(sm->ring[stage], at, bytes,
+						  &sm->full[stage], policy);
+					sts_release(&sm->issued, issued);
+				}
+				if (++stage == C::STAGES) {
+					stage = 0;
+					phase ^= 1;
+				}
+			}
+		}
+	}
+}
+
+/* ------------------------------------------------------------------------- operand reads
+ */
+
+/*
+ * Chunks 2c and 2c + 1 (16 bytes each) of a row's block of 128 bytes, in order. Rows lie
+ * a multiple of 128 bytes apart, so odd rows read the second chunk first: eight lanes
+ * then touch all 32 banks once.
+ */
+KVK_DEV void lds_pair(uint32_t block, int c, bool odd, uint32_t *w)
+{
+	uint4 x = lds128(block + (2 * c + odd) * 16),
+	      y = lds128(block + (2 * c + !odd) * 16);
+
+	w[0] = odd ? y.x : x.x;
+	w[1] = odd ? y.y : x.y;
+	w[2] = odd ? y.z : x.z;
+	w[3] = odd ? y.w : x.w;
+	w[4] = odd ? x.x : y.x;
+	w[5] = odd ? x.y : y.y;
+	w[6] = odd ? x.z : y.z;
+	w[7] = odd ? x.w : y.w;
+}
+
+/* One chunk. */
+KVK_DEV void lds_one(uint32_t at, uint32_t *w)
+{
+	uint4 x = lds128(at);
+
+	w[0] = x.x;
+	w[1] = x.y;
+	w[2] = x.z;
+	w[3] = x.w;
+}
+
+/* First dim of k-step @ks for lane c; four dims follow (pairs of b0, b1 / a0, a2). */
+template <bool FP8> KVK_DEV uint32_t ks_dim(int ks, int c)
+{
+	if (FP8 && ks >= 32) /* rope rows are 64 bytes: one chunk per lane */
+		return LATENT + c * 16 + (ks - 32) * 4;
+	if (FP8)
+		return (ks / 8) * 128 + (2 * c + ks % 8 / 4) * 16 + ks % 4 * 4;
+	return (ks / 4) * 64 + (2 * c + ks % 4 / 2) * 8 + ks % 2 * 4;
+}
+
+/* hbs carries the rows of a block. */
+KVK_DEV size_t mla_row_elem(const struct attn_params &p, const struct plan_seg &s,
+			    uint32_t hbs, uint32_t row)
+{
+	return ((size_t)s.q0 * p.nr_q_heads + s.hblk * hbs + row) * LATENT;
+}
+
+/* Up to 64 query rows, FP8 pages, on wgmma (attn_mla_wide.cu). */
+int mla_wide_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream);
+
+#endif /* KVK_ATTN_MLA_CUH */

@@ -1,0 +1,136 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * dev.cuh - the rules of ref.h for CUDA kernels: who may touch pages, and where they are.
+ *
+ * Every page-touching kernel asks dev_request_ok() before its first access to a page of a
+ * request (design 5, P5) and turns a row into an address with dev_page() only. Nothing
+ * here needs more than sm_80.
+ */
+#ifndef KVK_DEV_CUH
+#define KVK_DEV_CUH
+
+#include <cuda_runtime.h>
+#include <errno.h>
+#include "base/mutant.h"
+#include "base/util.h"
+#include "kernels/fp8.h"
+#include "kernels/kernels.h"
+
+#define KVK_DEV		  static __device__ __forceinline__
+
+/* Safety rules that a test build takes out: on both sides by their name, so that a whole
+ * engine can run without; on the device alone by cuda_name, so that the reference judges. */
+#define DEV_MUTANT(name)  (KV_MUTANT(name) || KV_MUTANT(cuda_##name))
+#define DEV_NO_VERDICT	  0x01u
+#define DEV_NO_WRITE_FLAG 0x02u
+#define DEV_NO_ROW_RANGE  0x04u
+
+#ifdef __CUDACC__
+#define DEV_LAUNCH(kernel, grid, block, stream, args) \
+	kernel<<<(grid), (block), 0, (cudaStream_t)(stream)>>>(args)
+#endif
+
+/* 0, or -EIO when the launch before it failed. */
+static inline int dev_launched(void)
+{
+	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+}
+
+/* In batch_ref.c: reads the host side of the pages only. */
+extern "C" int kvk_pages_check(const struct kvk_pages *p);
+
+/* The host side of a batch; its arrays are in device memory and cannot be looked at. */
+static inline int dev_batch_check(const struct kvk_batch *b, bool need_tokens)
+{
+	if (!b->nr_requests)
+		return b->nr_tokens ? -EINVAL : 0;
+	if (!b->rows || !b->row_start || !b->verdicts || !b->step)
+		return -EINVAL;
+	return need_tokens && (!b->lengths || !b->q_start) ? -EINVAL : 0;
+}
+
+static inline bool dev_aligned(const void *p, size_t bytes)
+{
+	return (uintptr_t)p % bytes == 0;
+}
+
+/* May whole pages be moved in pieces of 16 bytes? */
+static inline bool dev_pages_aligned(const struct kvk_pages *p)
+{
+	return dev_aligned(p->base, 16) && p->geometry.extent_bytes % 16 == 0 &&
+	       p->geometry.stride_bytes % 16 == 0;
+}
+
+/* ------------------------------------------------------------------------------ requests
+ */
+
+/**
+ * dev_request_ok() - may this request's pages be touched?
+ * @b: batch
+ * @r: request
+ * @off: DEV_NO_*
+ *
+ * As kvk_request_ok(), but for the range of the rows: dev_page() looks at the one row
+ * that becomes an address.
+ */
+KVK_DEV bool dev_request_ok(const struct kvk_batch &b, u32 r, u32 off)
+{
+	const u32 first = b.row_start[r], end = b.row_start[r + 1];
+	const u32 nr_rows = end - first;
+
+	if (end < first)
+		return false;
+	if (!kv_verdict_ok(b.verdicts[r], *b.step, nr_rows) && !(off & DEV_NO_VERDICT))
+		return false;
+	return !b.lengths || b.lengths[r] <= (u64)nr_rows * KV_PAGE_TOKENS;
+}
+
+/* Start of the page of a row; NULL: the row is outside the pool. */
+KVK_DEV u8 *dev_page(const struct kvk_pages &p, const struct kv_row &row, u32 off)
+{
+	if (row.pfn >= p.geometry.nr_pages && !(off & DEV_NO_ROW_RANGE))
+		return NULL;
+	return (u8 *)p.base + kv_page_offset(&p.geometry, row.pfn);
+}
+
+/* The request of flat token @t, by all lanes of a warp: those that end before it. */
+KVK_DEV u32 dev_request_of(const struct kvk_batch &b, u32 t)
+{
+	u32 nr = 0;
+
+	for (u32 i = 0; i < b.nr_requests; i += 32) {
+		u32 r = i + threadIdx.x % 32;
+		bool before = r < b.nr_requests && b.q_start[r + 1] <= t;
+
+		nr += (u32)__popc(__ballot_sync(~0u, before));
+	}
+	return nr;
+}
+
+/* -------------------------------------------------------------------- activations, warps
+ */
+
+KVK_DEV float dev_act_get(u32 dtype, const void *p, size_t i)
+{
+	return dtype == KVK_F32 ? ((const float *)p)[i]
+				: kvk_bf16_to_f32(((const u16 *)p)[i]);
+}
+
+KVK_DEV u32 dev_warp_max(u32 v)
+{
+	for (int o = 16; o; o >>= 1) {
+		u32 w = __shfl_xor_sync(~0u, v, o);
+
+		v = w > v ? w : v;
+	}
+	return v;
+}
+
+template <class T> KVK_DEV T dev_warp_sum(T v)
+{
+	for (int o = 16; o; o >>= 1)
+		v += __shfl_xor_sync(~0u, v, o);
+	return v;
+}
+
+#endif /* KVK_DEV_CUH */

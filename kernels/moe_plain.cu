@@ -1,0 +1,260 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_plain.cu - routed experts with weights in their standard order: FP8 block scales, BF16,
+ * F32.
+ *
+ * Four kernels: plan (sort by expert, moe_plan.cu), first product with SwiGLU, second
+ * product, sum over slots in order. The products are moe_rows.cuh's: 16 rows a CTA, the
+ * first product pairs 8 gate rows with the 8 up rows of the same columns. h and the slots'
+ * results are f32; E4M3 rounds x and h to e4m3 per token and 128 columns on the way in.
+ */
+#include <errno.h>
+#include "moe_cuda.h"
+#include "moe_plan.cuh"
+#include "moe_rows.cuh"
+
+#define ALIGN_UP(x) (((x) + 255) & ~(size_t)255)
+
+/* struct plain - argument block; pointers are device memory */
+struct plain {
+	struct kvk_moe_args a;
+	const uint32_t *nr_tiles;
+	const uint2 *tiles;   /* expert | tokens << 16, first position in list */
+	const uint32_t *list; /* slots sorted by expert */
+	float *h;	      /* [slot][inter] */
+	float *out;	      /* [slot][hidden] */
+};
+
+/* struct plain_layout - offsets in the workspace */
+struct plain_layout {
+	size_t tiles, list, h, out, bytes;
+	uint32_t nt, tiles_max;
+};
+
+static struct plain_layout plain_layout_make(const struct kvk_moe_args *a)
+{
+	const uint32_t slots = a->nr_tokens * a->top_k, e = a->experts.nr_experts;
+	struct plain_layout l;
+
+	l.nt = slots > 4 * e ? 4 : 1;
+	l.tiles_max = (slots < e ? slots : e) + slots / (8 * l.nt);
+	l.tiles = 256;
+	l.list = ALIGN_UP(l.tiles + (size_t)l.tiles_max * 8);
+	l.h = ALIGN_UP(l.list + (size_t)slots * 4);
+	l.out = ALIGN_UP(l.h + (size_t)slots * a->experts.inter * 4);
+	l.bytes = ALIGN_UP(l.out + (size_t)slots * a->experts.hidden * 4);
+	return l;
+}
+
+template <uint32_t DTYPE> __device__ __forceinline__ uint64_t weight_bytes(uint64_t n)
+{
+	return DTYPE == KVK_F32 ? n * 4 : DTYPE == KVK_BF16 ? n * 2 : n;
+}
+
+/* Rows @lo and @hi of matrix number @index (rows x cols each) of @data. */
+template <uint32_t DTYPE>
+__device__ __forceinline__ struct rows_w plain_w(const void *data, const void *scales,
+						 uint64_t index, uint32_t rows,
+						 uint32_t cols, uint32_t lo, uint32_t hi)
+{
+	const uint64_t wide = kvk_fp8_blocks(cols), blocks = kvk_fp8_blocks(rows);
+	struct rows_w w = {};
+
+	w.cols = cols;
+	for (int r = 0; r < 2; r++) {
+		uint64_t row = r ? hi : lo, m = index + (row >= rows);
+
+		row %= rows;
+		w.row[r] = (const uint8_t *)data +
+			   weight_bytes<DTYPE>((m * rows + row) * cols);
+		w.scale[r] = (const uint8_t *)scales +
+			     (m * blocks + row / KVK_FP8_BLOCK) * wide * 4;
+	}
+	return w;
+}
+
+/* grid: (inter / 8, tiles) */
+template <uint32_t DTYPE, int NT>
+__global__ void __launch_bounds__(256) plain_first(const struct plain p)
+{
+	__shared__ float red[ROWS_WARPS][4 * NT][32];
+	const struct kvk_experts &e = p.a.experts;
+	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+	const uint32_t j = blockIdx.x * 8 + g;
+	const uint16_t *x[NT];
+	float acc[NT][4];
+
+	if (blockIdx.y >= *p.nr_tiles)
+		return;
+	const uint2 tile = p.tiles[blockIdx.y];
+	const uint32_t n = tile.x >> 16;
+	struct rows_w w = plain_w<DTYPE>(e.w13, e.s13, (uint64_t)(tile.x & 0xffffu) * 2,
+					 e.inter, e.hidden, min(j, e.inter - 1),
+					 e.inter + min(j, e.inter - 1));
+
+#pragma unroll
+	for (int nt = 0; nt < NT; nt++)
+		x[nt] = nt * 8u + g < n ? (const uint16_t *)p.a.x +
+						  (uint64_t)(p.list[tile.y + nt * 8 + g] /
+							     p.a.top_k) *
+							  e.hidden
+					: NULL;
+	rows_dot<DTYPE, uint16_t, NT>(acc, w, x);
+	rows_reduce<NT>(acc, red);
+#pragma unroll
+	for (int i = 0; i < 2 * NT; i++) {
+		const int nt = i / 2, c = i % 2;
+		uint32_t tok = nt * 8 + 2 * t + c;
+		float gate = acc[nt][c], up = acc[nt][c + 2];
+
+		if (i % ROWS_WARPS == threadIdx.x / 32 && tok < n && j < e.inter)
+			p.h[(uint64_t)p.list[tile.y + tok] * e.inter + j] =
+				gate / (1.0f + __expf(-gate)) * up;
+	}
+}
+
+/* grid: (hidden / 16, tiles) */
+template <uint32_t DTYPE, int NT>
+__global__ void __launch_bounds__(256) plain_second(const struct plain p)
+{
+	__shared__ float red[ROWS_WARPS][4 * NT][32];
+	const struct kvk_experts &e = p.a.experts;
+	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+	const uint32_t row = blockIdx.x * 16 + g;
+	const float *x[NT];
+	float acc[NT][4];
+
+	if (blockIdx.y >= *p.nr_tiles)
+		return;
+	const uint2 tile = p.tiles[blockIdx.y];
+	const uint32_t n = tile.x >> 16;
+	struct rows_w w =
+		plain_w<DTYPE>(e.w2, e.s2, tile.x & 0xffffu, e.hidden, e.inter,
+			       min(row, e.hidden - 1), min(row + 8, e.hidden - 1));
+
+#pragma unroll
+	for (int nt = 0; nt < NT; nt++)
+		x[nt] = nt * 8u + g < n
+				? p.h + (uint64_t)p.list[tile.y + nt * 8 + g] * e.inter
+				: NULL;
+	rows_dot<DTYPE, float, NT>(acc, w, x);
+	rows_reduce<NT>(acc, red);
+#pragma unroll
+	for (int i = 0; i < 4 * NT; i++) {
+		uint32_t tok = i / 4 * 8 + 2 * t + i % 2, r = row + i % 4 / 2 * 8;
+
+		if (i % ROWS_WARPS == threadIdx.x / 32 && tok < n && r < e.hidden)
+			p.out[(uint64_t)p.list[tile.y + tok] * e.hidden + r] =
+				acc[i / 4][i % 4];
+	}
+}
+
+/* A slot whose id is out of range makes its token NaN. grid: (hidden / 256, tokens) */
+__global__ void __launch_bounds__(256) plain_sum(const struct plain p)
+{
+	const uint32_t row = blockIdx.x * 256 + threadIdx.x, k = p.a.top_k;
+	const uint64_t tok = blockIdx.y, at = tok * p.a.experts.hidden + row;
+	float sum = 0.0f;
+
+	if (row >= p.a.experts.hidden)
+		return;
+	for (uint32_t j = 0; j < k; j++) {
+		uint64_t slot = tok * k + j;
+		float w =
+			p.a.ids[slot] < p.a.experts.nr_experts ? p.a.weights[slot] : NAN;
+
+		sum += w * p.out[slot * p.a.experts.hidden + row];
+	}
+	if (p.a.accumulate)
+		sum += kvk_bf16_to_f32(((uint16_t *)p.a.y)[at]);
+	((uint16_t *)p.a.y)[at] = kvk_f32_to_bf16(sum);
+}
+
+template <uint32_t DTYPE, int NT>
+static void plain_launch(const struct plain &p, uint32_t tiles, cudaStream_t stream)
+{
+	const struct kvk_experts &e = p.a.experts;
+
+	plain_first<DTYPE, NT><<<dim3((e.inter + 7) / 8, tiles), 256, 0, stream>>>(p);
+	plain_second<DTYPE, NT><<<dim3((e.hidden + 15) / 16, tiles), 256, 0, stream>>>(p);
+	plain_sum<<<dim3((e.hidden + 255) / 256, p.a.nr_tokens), 256, 0, stream>>>(p);
+}
+
+template <uint32_t DTYPE>
+static int plain_run(const struct kvk_moe_args *a, kvk_stream stream)
+{
+	const struct plain_layout l = plain_layout_make(a);
+	uint8_t *ws = (uint8_t *)a->workspace;
+	struct moe_plan plan = {};
+	struct plain p = {};
+	int r;
+
+	if (a->workspace_bytes < l.bytes)
+		return -EINVAL;
+	plan.ids = a->ids;
+	plan.nr_slots = a->nr_tokens * a->top_k;
+	plan.nr_experts = a->experts.nr_experts;
+	plan.tile_tokens = 8 * l.nt;
+	plan.nr_tiles = (uint32_t *)ws;
+	plan.tiles = (uint2 *)(ws + l.tiles);
+	plan.list = (uint32_t *)(ws + l.list);
+	r = moe_plan_launch(&plan, stream);
+	if (r)
+		return r;
+	p.a = *a;
+	p.nr_tiles = plan.nr_tiles;
+	p.tiles = plan.tiles;
+	p.list = plan.list;
+	p.h = (float *)(ws + l.h);
+	p.out = (float *)(ws + l.out);
+	if (l.nt == 4)
+		plain_launch<DTYPE, 4>(p, l.tiles_max, (cudaStream_t)stream);
+	else
+		plain_launch<DTYPE, 1>(p, l.tiles_max, (cudaStream_t)stream);
+	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+}
+
+static int plain_check(const struct kvk_moe_args *a)
+{
+	const struct kvk_experts *e = &a->experts;
+
+	if (e->order != KVK_ORDER_STANDARD || a->act_dtype != KVK_BF16 || e->hidden % 8 ||
+	    e->inter % 8 || !e->hidden || !e->inter || !e->nr_experts ||
+	    e->nr_experts > MOE_PLAN_EXPERTS || !a->top_k || a->nr_tokens > 65535 ||
+	    (uint64_t)a->nr_tokens * a->top_k > 1u << 20)
+		return -EINVAL;
+	return 0;
+}
+
+size_t kvk_moe_plain_workspace(const struct kvk_moe_args *a)
+{
+	return plain_check(a) ? 0 : plain_layout_make(a).bytes;
+}
+
+size_t kvk_moe_workspace_cuda(const struct kvk_moe_args *a)
+{
+	return a->experts.dtype == KVK_INT4 ? kvk_moe_int4_workspace(a)
+					    : kvk_moe_plain_workspace(a);
+}
+
+int kvk_moe_fp8_cuda(const struct kvk_moe_args *a, kvk_stream stream)
+{
+	int r = plain_check(a);
+
+	if (!r && (a->experts.dtype != KVK_E4M3 || !a->experts.s13 || !a->experts.s2))
+		r = -EINVAL;
+	return r || !a->nr_tokens ? r : plain_run<KVK_E4M3>(a, stream);
+}
+
+int kvk_moe_bf16_cuda(const struct kvk_moe_args *a, kvk_stream stream)
+{
+	int r = plain_check(a);
+
+	if (r)
+		return r;
+	if (a->experts.dtype == KVK_BF16)
+		return a->nr_tokens ? plain_run<KVK_BF16>(a, stream) : 0;
+	if (a->experts.dtype == KVK_F32)
+		return a->nr_tokens ? plain_run<KVK_F32>(a, stream) : 0;
+	return -EINVAL;
+}

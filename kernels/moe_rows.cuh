@@ -1,0 +1,309 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_rows.cuh - sixteen rows of a matrix in its standard order times a few tokens.
+ *
+ * What linear.cu and moe_plain.cu share. A CTA of eight warps takes 16 rows; the warps
+ * take blocks of 128 columns in turn and their sums are added in warp order, so that a
+ * dot product's order follows from cols alone: the same bits for any number of tokens.
+ * Weights go from memory to the A operand of mma.m16n8k16 without a stop in shared
+ * memory: lane 4 g + t reads columns 8 t .. + 7 of a block of 32 for rows g and g + 8,
+ * and x in the same order is B.
+ *
+ * Weights F32 and activations F32 are split in two bf16 (16 bits of mantissa); BF16, INT4
+ * and E4M3 are exact. E4M3 rounds x to e4m3 per token and 128 columns first, as the
+ * reference does.
+ */
+#ifndef KVK_MOE_ROWS_CUH
+#define KVK_MOE_ROWS_CUH
+
+#include "int4.h"
+#include "kernels.h"
+#include "moe_ptx.cuh"
+
+#define ROWS_WARPS 8u
+#define ROWS_BLOCK 128u /* columns */
+
+/* struct rows_w - two rows of a matrix as a lane sees them; NULL = a row that is not
+ * there */
+struct rows_w {
+	const uint8_t *row[2];
+	const uint8_t *scale[2]; /* INT4: row's scales; E4M3: f32 of the row's block */
+	uint32_t cols;
+	uint32_t group;
+	uint32_t scale_f16;
+};
+
+/* A operand of 32 columns: [k16][register]; lo holds what bf16 leaves of F32 weights */
+struct rows_a {
+	uint32_t hi[2][4];
+	uint32_t lo[2][4];
+};
+
+struct rows_b {
+	uint32_t hi[4];
+	uint32_t lo[4];
+};
+
+__device__ __forceinline__ void split_pair(float a, float b, uint32_t &hi, uint32_t &lo)
+{
+	hi = ptx_bf16x2(a, b);
+	lo = ptx_bf16x2(a - __uint_as_float(hi << 16),
+			b - __uint_as_float(hi & 0xffff0000u));
+}
+
+__device__ __forceinline__ uint32_t e4m3_pair(uint32_t two)
+{
+	uint32_t d;
+
+	asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"((uint16_t)two));
+	return d;
+}
+
+/* Columns k .. k + 7 of a row; zero beyond the end. */
+template <uint32_t DTYPE>
+__device__ __forceinline__ void load_row(const struct rows_w &w, int r, uint32_t k,
+					 uint4 (&v)[2])
+{
+	const uint8_t *p = w.row[r];
+
+	v[0] = v[1] = make_uint4(0, 0, 0, 0);
+	if (!p || k >= w.cols) {
+		if (DTYPE == KVK_INT4)
+			v[0].x = 0x88888888u;
+		return;
+	}
+	if (DTYPE == KVK_BF16) {
+		v[0] = __ldcs((const uint4 *)(p + k * 2));
+	} else if (DTYPE == KVK_F32) {
+		v[0] = __ldcs((const uint4 *)(p + k * 4));
+		v[1] = __ldcs((const uint4 *)(p + k * 4) + 1);
+	} else if (DTYPE == KVK_E4M3) {
+		uint2 a = __ldcs((const uint2 *)(p + k));
+
+		v[0].x = a.x;
+		v[0].y = a.y;
+	} else {
+		v[0].x = __ldcs((const uint32_t *)(p + k / 2));
+	}
+}
+
+/* Eight weights of row @r to the lane's registers of the A operand. */
+template <uint32_t DTYPE>
+__device__ __forceinline__ void put_row(struct rows_a &a, int r, const uint4 (&v)[2])
+{
+	const uint32_t w[8] = {v[0].x, v[0].y, v[0].z, v[0].w,
+			       v[1].x, v[1].y, v[1].z, v[1].w};
+
+#pragma unroll
+	for (int j = 0; j < 4; j++) {
+		uint32_t &hi = a.hi[j / 2][j % 2 * 2 + r],
+			 &lo = a.lo[j / 2][j % 2 * 2 + r];
+
+		if (DTYPE == KVK_BF16) {
+			hi = w[j];
+		} else if (DTYPE == KVK_F32) {
+			split_pair(__uint_as_float(w[2 * j]),
+				   __uint_as_float(w[2 * j + 1]), hi, lo);
+		} else if (DTYPE == KVK_E4M3) {
+			hi = e4m3_pair(w[j / 2] >> (j % 2 * 16));
+		} else {
+			uint32_t two = w[0] >> (8 * j);
+
+			hi = ptx_fma_bf16x2((two & 0xfu) | (two & 0xf0u) << 12 |
+						    0x43004300u,
+					    0x3f803f80u, 0xc308c308u);
+		}
+	}
+}
+
+/* Eight activations of a token; zeros for a token that is not there. */
+template <typename X>
+__device__ __forceinline__ void load_x(const X *x, uint32_t k, uint32_t cols,
+				       float (&v)[8])
+{
+	if (!x || k >= cols) {
+#pragma unroll
+		for (int i = 0; i < 8; i++)
+			v[i] = 0.0f;
+	} else if constexpr (sizeof(X) == 4) {
+		float4 a = *(const float4 *)(x + k), b = *(const float4 *)(x + k + 4);
+
+		v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+		v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+	} else {
+		uint4 a = *(const uint4 *)(x + k);
+		const uint32_t w[4] = {a.x, a.y, a.z, a.w};
+
+#pragma unroll
+		for (int i = 0; i < 4; i++) {
+			v[2 * i] = __uint_as_float(w[i] << 16);
+			v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+		}
+	}
+}
+
+__device__ __forceinline__ uint32_t e4m3_two(float lo, float hi)
+{
+	uint16_t d;
+
+	asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+	return e4m3_pair(d);
+}
+
+/* B operands of a token's 128 columns. E4M3: rounded, with their scale. */
+template <uint32_t DTYPE, typename X>
+__device__ __forceinline__ void load_b(const X *x, uint32_t k, uint32_t cols,
+				       struct rows_b (&b)[4], float &scale)
+{
+	const uint32_t t = threadIdx.x % 4;
+	float v[4][8];
+	uint32_t top = 0;
+
+#pragma unroll
+	for (int j = 0; j < 4; j++)
+		load_x(x, k + j * 32 + t * 8, cols, v[j]);
+	scale = 1.0f;
+	if (DTYPE == KVK_E4M3) {
+#pragma unroll
+		for (int i = 0; i < 32; i++) {
+			uint32_t a = __float_as_uint(v[i / 8][i % 8]) & 0x7fffffffu;
+
+			top = max(top, a > 0x7f800000u ? 0u : a);
+		}
+		top = max(top, __shfl_xor_sync(~0u, top, 1));
+		top = max(top, __shfl_xor_sync(~0u, top, 2));
+		scale = kvk_fp8_act_scale(__uint_as_float(top));
+	}
+#pragma unroll
+	for (int i = 0; i < 16; i++) {
+		float lo = v[i / 4][i % 4 * 2], hi = v[i / 4][i % 4 * 2 + 1];
+		struct rows_b &d = b[i / 4];
+
+		if (DTYPE == KVK_E4M3)
+			d.hi[i % 4] =
+				e4m3_two(__fdiv_rn(lo, scale), __fdiv_rn(hi, scale));
+		else if (sizeof(X) == 4)
+			split_pair(lo, hi, d.hi[i % 4], d.lo[i % 4]);
+		else
+			d.hi[i % 4] = ptx_bf16x2(lo, hi);
+	}
+}
+
+template <uint32_t DTYPE, bool X32>
+__device__ __forceinline__ void rows_mma(float (&c)[4], const struct rows_a &a,
+					 const struct rows_b &b)
+{
+#pragma unroll
+	for (int i = 0; i < 2; i++) {
+		if constexpr (DTYPE == KVK_E4M3) {
+			ptx_mma_f16(c, a.hi[i], b.hi[2 * i], b.hi[2 * i + 1], c);
+		} else {
+			ptx_mma_bf16(c, a.hi[i], b.hi[2 * i], b.hi[2 * i + 1], c);
+			if (X32)
+				ptx_mma_bf16(c, a.hi[i], b.lo[2 * i], b.lo[2 * i + 1], c);
+			if (DTYPE == KVK_F32)
+				ptx_mma_bf16(c, a.lo[i], b.hi[2 * i], b.hi[2 * i + 1], c);
+		}
+	}
+}
+
+/* acc += scales * sum of 32 (INT4) or 128 (E4M3) columns from @k on. @xs: scale of token
+ * g. */
+template <uint32_t DTYPE>
+__device__ __forceinline__ void rows_scale(float (&acc)[4], const float (&c)[4],
+					   const struct rows_w &w, uint32_t k, float xs)
+{
+	const uint32_t t = threadIdx.x % 4;
+	float s[2] = {}, x0 = 1.0f, x1 = 1.0f;
+
+#pragma unroll
+	for (int r = 0; r < 2; r++) {
+		if (!w.row[r] || k >= w.cols)
+			continue;
+		if (DTYPE == KVK_E4M3)
+			s[r] = ((const float *)w.scale[r])[k / ROWS_BLOCK];
+		else
+			s[r] = kvk_scale16_to_f32(
+				((const uint16_t *)w.scale[r])[k / w.group], w.scale_f16);
+	}
+	if (DTYPE == KVK_E4M3) {
+		x0 = __shfl_sync(~0u, xs, 8 * t);
+		x1 = __shfl_sync(~0u, xs, 8 * t + 4);
+	}
+	acc[0] += s[0] * x0 * c[0];
+	acc[1] += s[0] * x1 * c[1];
+	acc[2] += s[1] * x0 * c[2];
+	acc[3] += s[1] * x1 * c[3];
+}
+
+/* The warp's share of 16 rows x 8 NT tokens. @x: token g of each n tile, or NULL. */
+template <uint32_t DTYPE, typename X, int NT>
+__device__ __forceinline__ void rows_dot(float (&acc)[NT][4], const struct rows_w &w,
+					 const X *const (&x)[NT])
+{
+	const uint32_t t = threadIdx.x % 4, warp = threadIdx.x / 32;
+
+#pragma unroll
+	for (int i = 0; i < 4 * NT; i++)
+		acc[i / 4][i % 4] = 0.0f;
+	for (uint32_t k = warp * ROWS_BLOCK; k < w.cols; k += ROWS_WARPS * ROWS_BLOCK) {
+		uint4 raw[4][2][2];
+
+#pragma unroll
+		for (int j = 0; j < 8; j++)
+			load_row<DTYPE>(w, j % 2, k + j / 2 * 32 + t * 8,
+					raw[j / 2][j % 2]);
+#pragma unroll
+		for (int nt = 0; nt < NT; nt++) {
+			struct rows_b b[4];
+			float c[4] = {}, xs;
+
+			load_b<DTYPE>(x[nt], k, w.cols, b, xs);
+#pragma unroll
+			for (int j = 0; j < 4; j++) {
+				struct rows_a a;
+
+				put_row<DTYPE>(a, 0, raw[j][0]);
+				put_row<DTYPE>(a, 1, raw[j][1]);
+				if (DTYPE == KVK_INT4) {
+					float one[4] = {};
+
+					rows_mma<DTYPE, sizeof(X) == 4>(one, a, b[j]);
+					rows_scale<DTYPE>(acc[nt], one, w, k + j * 32,
+							  xs);
+				} else if (DTYPE == KVK_E4M3) {
+					rows_mma<DTYPE, false>(c, a, b[j]);
+				} else {
+					rows_mma<DTYPE, sizeof(X) == 4>(acc[nt], a, b[j]);
+				}
+			}
+			if (DTYPE == KVK_E4M3)
+				rows_scale<DTYPE>(acc[nt], c, w, k, xs);
+		}
+	}
+}
+
+/* Add the warps' shares in warp order; warp w keeps fragments w, w + 8, ... of 4 NT. The
+ * result of fragment i goes to out[i]; others are left alone. */
+template <int NT>
+__device__ __forceinline__ void rows_reduce(float (&acc)[NT][4],
+					    float (&red)[ROWS_WARPS][4 * NT][32])
+{
+	const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+#pragma unroll
+	for (int i = 0; i < 4 * NT; i++)
+		red[warp][i][lane] = acc[i / 4][i % 4];
+	__syncthreads();
+#pragma unroll
+	for (int i = 0; i < 4 * NT; i++) {
+		float sum = 0.0f;
+
+		for (uint32_t w = 0; w < ROWS_WARPS; w++)
+			sum += red[w][i][lane];
+		acc[i / 4][i % 4] = sum;
+	}
+	__syncthreads();
+}
+
+#endif /* KVK_MOE_ROWS_CUH */

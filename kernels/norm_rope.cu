@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * norm_rope.cu - RMS norm with residual, rotary embedding, silu. F32 or BF16 activations,
+ * f32 arithmetic; sums in a fixed order.
+ */
+#include <errno.h>
+#include "fp8.h"
+#include "moe_cuda.h"
+#include "moe_ptx.cuh"
+
+#define NORM_THREADS	512u
+#define NORM_PER_THREAD 64u /* values; 32768 columns */
+
+__device__ __forceinline__ float act_get(uint32_t dtype, const void *p, uint64_t i)
+{
+	if (dtype == KVK_F32)
+		return ((const float *)p)[i];
+	return kvk_bf16_to_f32(((const uint16_t *)p)[i]);
+}
+
+__device__ __forceinline__ float act_put(uint32_t dtype, void *p, uint64_t i, float v)
+{
+	if (dtype == KVK_F32) {
+		((float *)p)[i] = v;
+		return v;
+	}
+	uint16_t b = kvk_f32_to_bf16(v);
+
+	((uint16_t *)p)[i] = b;
+	return kvk_bf16_to_f32(b);
+}
+
+/* Sum over the CTA, the same for all threads. */
+__device__ __forceinline__ float block_sum(float v)
+{
+	__shared__ float part[NORM_THREADS / 32];
+	float sum = 0.0f;
+
+	for (int i = 16; i; i /= 2)
+		v += __shfl_xor_sync(~0u, v, i);
+	if (threadIdx.x % 32 == 0)
+		part[threadIdx.x / 32] = v;
+	__syncthreads();
+	for (uint32_t w = 0; w < NORM_THREADS / 32; w++)
+		sum += part[w];
+	return sum;
+}
+
+/* One row per CTA; N values of it per thread, in registers. */
+template <uint32_t N>
+__global__ void __launch_bounds__(NORM_THREADS)
+	norm_kernel(const struct kvk_norm_args a, uint64_t x_stride, uint64_t y_stride)
+{
+	const uint64_t row = blockIdx.x;
+	float v[N], sum = 0.0f, inv;
+
+	ptx_grid_launch();
+	ptx_grid_wait();
+#pragma unroll
+	for (uint32_t j = 0; j < N; j++) {
+		uint32_t c = threadIdx.x + j * NORM_THREADS;
+
+		v[j] = 0.0f;
+		if (c >= a.cols)
+			continue;
+		v[j] = act_get(a.act_dtype, a.x, row * x_stride + c);
+		/* the norm reads what was stored: a BF16 residual is rounded */
+		if (a.residual)
+			v[j] = act_put(a.act_dtype, a.residual, row * a.cols + c,
+				       v[j] + act_get(a.act_dtype, a.residual,
+						      row * a.cols + c));
+		sum += v[j] * v[j];
+	}
+	inv = 1.0f / sqrtf(block_sum(sum) / (float)a.cols + a.eps);
+#pragma unroll
+	for (uint32_t j = 0; j < N; j++) {
+		uint32_t c = threadIdx.x + j * NORM_THREADS;
+
+		if (c < a.cols)
+			act_put(a.act_dtype, a.y, row * y_stride + c,
+				v[j] * inv * a.weight[c]);
+	}
+}
+
+static bool act_ok(uint32_t dtype)
+{
+	return dtype == KVK_F32 || dtype == KVK_BF16;
+}
+
+int kvk_norm_cuda(const struct kvk_norm_args *a, kvk_stream stream)
+{
+	const uint64_t xs = a->x_stride ? a->x_stride : a->cols;
+	const uint64_t ys = a->y_stride ? a->y_stride : a->cols;
+	cudaStream_t s = (cudaStream_t)stream;
+
+	if (!a->x || !a->y || !a->weight || !a->cols ||
+	    a->cols > NORM_THREADS * NORM_PER_THREAD || !act_ok(a->act_dtype) ||
+	    xs < a->cols || ys < a->cols)
+		return -EINVAL;
+	if (!a->nr_rows)
+		return 0;
+	if (a->cols <= NORM_THREADS)
+		norm_kernel<1><<<a->nr_rows, NORM_THREADS, 0, s>>>(*a, xs, ys);
+	else if (a->cols <= NORM_THREADS * 4)
+		norm_kernel<4><<<a->nr_rows, NORM_THREADS, 0, s>>>(*a, xs, ys);
+	else if (a->cols <= NORM_THREADS * 16)
+		norm_kernel<16><<<a->nr_rows, NORM_THREADS, 0, s>>>(*a, xs, ys);
+	else
+		norm_kernel<NORM_PER_THREAD>
+			<<<a->nr_rows, NORM_THREADS, 0, s>>>(*a, xs, ys);
+	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+}
+
+/* A warp per (token, head): all values are read before any is written. */
+__global__ void __launch_bounds__(256) rope_kernel(const struct kvk_rope_args a)
+{
+	const uint32_t unit = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+	const uint32_t t = unit / a.nr_heads, half = a.rope_dim / 2;
+	const uint64_t at = (uint64_t)t * a.token_stride +
+			    (uint64_t)(unit % a.nr_heads) * a.head_stride + a.offset;
+	float p[8], q[8];
+
+	ptx_grid_launch();
+	ptx_grid_wait();
+	if (t >= a.nr_tokens)
+		return;
+	const float *cs = a.cos_sin + (uint64_t)a.positions[t] * a.rope_dim;
+
+#pragma unroll
+	for (uint32_t j = 0; j < 8; j++) {
+		uint32_t i = lane + 32 * j;
+
+		if (i >= half)
+			continue;
+		p[j] = act_get(a.act_dtype, a.x, at + (a.interleaved ? 2 * i : i));
+		q[j] = act_get(a.act_dtype, a.x,
+			       at + (a.interleaved ? 2 * i + 1 : half + i));
+	}
+	__syncwarp();
+#pragma unroll
+	for (uint32_t j = 0; j < 8; j++) {
+		uint32_t i = lane + 32 * j;
+
+		if (i >= half)
+			continue;
+		act_put(a.act_dtype, a.x, at + i, p[j] * cs[i] - q[j] * cs[half + i]);
+		act_put(a.act_dtype, a.x, at + half + i,
+			q[j] * cs[i] + p[j] * cs[half + i]);
+	}
+}
+
+int kvk_rope_cuda(const struct kvk_rope_args *a, kvk_stream stream)
+{
+	const uint64_t units = (uint64_t)a->nr_tokens * a->nr_heads;
+
+	if (!a->x || !a->positions || !a->cos_sin || !a->nr_heads || !a->rope_dim ||
+	    a->rope_dim % 2 || a->rope_dim > 512 || !act_ok(a->act_dtype) ||
+	    units > 1u << 31)
+		return -EINVAL;
+	if (a->nr_heads > 1 && (uint64_t)a->offset + a->rope_dim > a->head_stride)
+		return -EINVAL;
+	if (a->nr_tokens > 1 &&
+	    (uint64_t)(a->nr_heads - 1) * a->head_stride + a->offset + a->rope_dim >
+		    a->token_stride)
+		return -EINVAL;
+	if (!units)
+		return 0;
+	rope_kernel<<<(uint32_t)((units + 7) / 8), 256, 0, (cudaStream_t)stream>>>(*a);
+	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+}
+
+__global__ void __launch_bounds__(256) silu_kernel(const struct kvk_silu_args a)
+{
+	const uint64_t t = blockIdx.y;
+	const uint32_t c = blockIdx.x * 256 + threadIdx.x;
+
+	ptx_grid_launch();
+	ptx_grid_wait();
+	if (c >= a.inter)
+		return;
+	float g = act_get(a.act_dtype, a.gu, t * 2 * a.inter + c);
+	float u = act_get(a.act_dtype, a.gu, t * 2 * a.inter + a.inter + c);
+
+	act_put(a.act_dtype, a.y, t * a.inter + c, g / (1.0f + expf(-g)) * u);
+}
+
+int kvk_silu_cuda(const struct kvk_silu_args *a, kvk_stream stream)
+{
+	if (!a->gu || !a->y || !a->inter || !act_ok(a->act_dtype) || a->nr_tokens > 65535)
+		return -EINVAL;
+	if (!a->nr_tokens)
+		return 0;
+	silu_kernel<<<dim3((a->inter + 255) / 256, a->nr_tokens), 256, 0,
+		      (cudaStream_t)stream>>>(*a);
+	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+}

@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * ops_cuda.cu - the table of the CUDA kernels, when there is a device that can run them.
+ *
+ * Here CUDA's answers become errno and go no further. What the hooks share and the kernels
+ * leave to their caller is checked here once: the arrays without which a page must not be
+ * touched. The probe runs once in a process; any thread.
+ */
+#include "kernels/attn_cuda.h"
+#include "kernels/dev.cuh"
+#include "kernels/moe_cuda.h"
+
+static int attn_check(const struct kvk_attn_args *a)
+{
+	if (!a->q || !a->out || dev_batch_check(&a->batch, true) ||
+	    kvk_pages_check(&a->pages))
+		return -EINVAL;
+	return 0;
+}
+
+static int attn_mla(const struct kvk_attn_args *a, kvk_stream stream)
+{
+	int r = attn_check(a);
+
+	if (!r && a->pages.layout.kind != KV_LAYOUT_MLA)
+		r = -EINVAL;
+	return r || !a->batch.nr_tokens ? r : kvk_attn_mla_cuda(a, stream);
+}
+
+static int attn_gqa(const struct kvk_attn_args *a, kvk_stream stream)
+{
+	int r = attn_check(a);
+
+	if (!r && a->pages.layout.kind != KV_LAYOUT_GQA)
+		r = -EINVAL;
+	return r || !a->batch.nr_tokens ? r : kvk_attn_gqa_cuda(a, stream);
+}
+
+static int attn_prefill(const struct kvk_attn_args *a, kvk_stream stream)
+{
+	int r = attn_check(a);
+
+	return r || !a->batch.nr_tokens ? r : kvk_attn_prefill_cuda(a, stream);
+}
+
+static const struct kvk_ops cuda_ops = {
+	.name = "cuda",
+	.tag_check = kvk_tag_check_cuda,
+	.append = kvk_append_cuda,
+	.attn_mla = attn_mla,
+	.attn_gqa = attn_gqa,
+	.attn_prefill = attn_prefill,
+	.moe_route = kvk_moe_route_cuda,
+	.moe_int4 = kvk_moe_int4_cuda,
+	.moe_fp8 = kvk_moe_fp8_cuda,
+	.moe_bf16 = kvk_moe_bf16_cuda,
+	.linear = kvk_linear_cuda,
+	.norm = kvk_norm_cuda,
+	.rope = kvk_rope_cuda,
+	.silu = kvk_silu_cuda,
+	.sample = kvk_sample_cuda,
+	.page_move = kvk_page_move_cuda,
+	.attn_workspace = kvk_attn_workspace_cuda,
+	.moe_workspace = kvk_moe_workspace_cuda,
+};
+
+/* The current device runs this build's code: a kernel of ours can be loaded on it. */
+__global__ void probe_kernel(void)
+{
+}
+
+static bool device_usable(void)
+{
+	cudaFuncAttributes attr;
+	int nr = 0;
+
+	if (cudaGetDeviceCount(&nr) != cudaSuccess || nr < 1 ||
+	    cudaFuncGetAttributes(&attr, (const void *)probe_kernel) != cudaSuccess) {
+		(void)cudaGetLastError(); /* or the next launcher would report it */
+		return false;
+	}
+	return true;
+}
+
+extern "C" const struct kvk_ops *kvk_cuda_ops(void)
+{
+	static const bool usable = device_usable();
+
+	return usable ? &cuda_ops : NULL;
+}

@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * own/walk.c - finding pages by their tokens and their parent. See walk.h.
+ *
+ * Loop thread only.
+ */
+#include "kvmd/own/walk.h"
+#include <sodium.h>
+#include <string.h>
+#include "base/mutant.h"
+
+void kvd_walk_pool_init(struct kvd_pool *pool)
+{
+	static const u8 message[] = "kvmd token walk";
+
+	/* Whoever does not know the secret cannot make chains long. */
+	for (u8 i = 0; i < sizeof(pool->walk_key) / 64; i++) {
+		u8 salt[KV_KEY_BYTES] = {i};
+
+		kv_assert(!crypto_generichash_blake2b_salt_personal(
+			(u8 *)pool->walk_key + i * 64, 64, message, sizeof(message),
+			pool->root_key, KV_KEY_BYTES, salt, pool->personal));
+	}
+}
+
+u64 kvd_walk_hash(const struct kvd_pool *pool, u64 before, const u32 *tokens)
+{
+	const u32 *key = pool->walk_key;
+	unsigned __int128 product;
+	u64 sum = 0, hash;
+
+	for (u32 i = 0; i < KV_PAGE_TOKENS; i += 2)
+		sum += (u64)(u32)(tokens[i] + key[i]) * (u32)(tokens[i + 1] + key[i + 1]);
+	product = (unsigned __int128)(before ^ 0x9e3779b97f4a7c15ull) *
+		  (sum ^ 0xbf58476d1ce4e5b9ull);
+	hash = (u64)product ^ (u64)(product >> 64);
+	/* Tests truncate keys so that they collide (case O42), and these with them. */
+	if (pool->key_bits < 64)
+		hash &= (1ull << pool->key_bits) - 1;
+	return hash ? hash : 1;
+}
+
+static u32 *head_of(const struct kvd_pool *pool, u64 hash)
+{
+	return &pool->walk_heads[hash & pool->hash_mask];
+}
+
+void kvd_walk_add(struct kvd_pool *pool, u32 pfn, u64 hash)
+{
+	struct kvd_link *link = &pool->links[pfn];
+	u32 *head = head_of(pool, hash);
+
+	kv_assert(hash && !link->walk && (pool->frames[pfn].flags & KVD_FRAME_INDEXED));
+	link->walk = hash;
+	link->walk_next = *head;
+	*head = pfn;
+}
+
+void kvd_walk_del(struct kvd_pool *pool, u32 pfn)
+{
+	struct kvd_link *link = &pool->links[pfn];
+	u32 *at;
+
+	if (!link->walk)
+		return;
+	for (at = head_of(pool, link->walk); *at != pfn; at = &pool->links[*at].walk_next)
+		kv_assert(*at != KVD_PFN_NONE);
+	*at = link->walk_next;
+	link->walk = 0;
+}
+
+static const u32 *page_tokens_of(const struct kvd_pool *pool, u32 pfn)
+{
+	return pool->tokens + (u64)pfn * KV_PAGE_TOKENS;
+}
+
+static void page_fetch(const struct kvd_attach *a, u32 pfn)
+{
+	const u32 *tokens = page_tokens_of(a->pool, pfn);
+
+	__builtin_prefetch(&a->pool->frames[pfn], 1);
+	__builtin_prefetch(&a->pool->frames[pfn].past, 1);
+	for (u32 i = 0; i < KV_PAGE_TOKENS; i += 64 / sizeof(u32))
+		__builtin_prefetch(tokens + i);
+	__builtin_prefetch(&a->refs[pfn], 1);
+	__builtin_prefetch(&a->held[pfn / 64], 1);
+}
+
+void kvd_walk_ahead(const struct kvd_attach *a, u64 before, const u32 *tokens, u32 nr,
+		    u64 *ret_hashes)
+{
+	const struct kvd_pool *pool = a->pool;
+	u32 pfns[KVD_WALK_AHEAD];
+
+	kv_assert(nr <= KVD_WALK_AHEAD);
+	for (u32 i = 0; i < nr; i++) {
+		before = kvd_walk_hash(pool, before, tokens + i * KV_PAGE_TOKENS);
+		ret_hashes[i] = before;
+		__builtin_prefetch(head_of(pool, before));
+	}
+	for (u32 i = 0; i < nr; i++) {
+		pfns[i] = *head_of(pool, ret_hashes[i]);
+		if (pfns[i] == KVD_PFN_NONE)
+			continue;
+		__builtin_prefetch(&pool->links[pfns[i]], 1);
+		page_fetch(a, pfns[i]);
+	}
+}
+
+static bool follows(const struct kvd_pool *pool, u32 pfn, u32 parent, u64 parent_gen)
+{
+	const struct kvd_frame *f = &pool->frames[pfn];
+
+	if (parent == KVD_PFN_NONE)
+		return f->flags & KVD_FRAME_ROOT;
+	return f->parent == parent && pool->links[pfn].walk_parent == parent_gen &&
+	       !(f->flags & KVD_FRAME_ROOT);
+}
+
+u32 kvd_walk_find(const struct kvd_pool *pool, u64 hash, const u32 *tokens, u32 parent,
+		  u64 parent_gen)
+{
+	u32 pfn;
+
+	for (pfn = *head_of(pool, hash); pfn != KVD_PFN_NONE;
+	     pfn = pool->links[pfn].walk_next) {
+		if (pool->links[pfn].walk != hash)
+			continue;
+		if (memcmp(page_tokens_of(pool, pfn), tokens,
+			   KV_PAGE_TOKENS * sizeof(u32)) &&
+		    !KV_MUTANT(walk_no_token_compare))
+			continue;
+		if (follows(pool, pfn, parent, parent_gen) || KV_MUTANT(walk_any_parent))
+			return pfn;
+	}
+	return KVD_PFN_NONE;
+}
+
+bool kvd_walk_has(const struct kvd_pool *pool, u32 pfn)
+{
+	u32 at = *head_of(pool, pool->links[pfn].walk);
+
+	for (u32 i = 0; at != pfn && at != KVD_PFN_NONE && i < pool->geo.nr_pages; i++)
+		at = pool->links[at].walk_next;
+	return at == pfn;
+}

@@ -1,0 +1,543 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The client library maps GPU memory: a real kvmd on the cuda backend over the fake
+ * driver, failures injected at each driver call of this process, and what is open counted.
+ */
+#include "tests/ipc/common.h"
+
+#include <dirent.h>
+#include <pthread.h>
+
+#include "tests/fake/fake.h"
+
+static struct eng_private_kvmd kvmd;
+static struct kvc *c;
+static struct kvc_pool *pool;
+static char last_log[256];
+
+static void keep_log(void *arg, int level, const char *line)
+{
+	snprintf(last_log, sizeof(last_log), "%s", line);
+}
+
+static struct kvc *connect_logged(void)
+{
+	struct kvc_options opt = {.size_bytes = sizeof(opt),
+				  .socket_path = kvmd.socket_path,
+				  .client_name = "test",
+				  .log = keep_log};
+	struct kvc *ret;
+
+	KVT_EXPECT_EQ(kvc_open(&opt, &ret), 0);
+	return ret;
+}
+
+static void start_kvmd(const char *const *args)
+{
+	setenv("KVT_BACKEND", "cuda", 1);
+	ipc_start(&kvmd, args);
+}
+
+static void start(const char *const *args)
+{
+	start_kvmd(args);
+	c = connect_logged();
+	ipc_gpu_context(0);
+	pool = ipc_pool(c);
+}
+
+static void stop(void)
+{
+	kvc_close(c);
+	ipc_stop(&kvmd);
+}
+
+static struct fake_cuda_counts counts(void)
+{
+	struct fake_cuda_counts n;
+
+	KVT_EXPECT_EQ(fake_counts(&n), 0);
+	return n;
+}
+
+static int nr_fds(pid_t pid)
+{
+	char path[64];
+	DIR *d;
+	int n = 0;
+
+	snprintf(path, sizeof(path), "/proc/%d/fd", pid);
+	d = opendir(path);
+	while (d && readdir(d))
+		n++;
+	if (d)
+		closedir(d);
+	return n;
+}
+
+static struct kv_stat stat_now(struct kvc_pool *p)
+{
+	struct kv_stat s;
+
+	KVT_EXPECT_EQ(kvc_stat(p, &s), 0);
+	return s;
+}
+
+static double admin_number(const char *request, const char *field)
+{
+	char *text = ipc_admin(&kvmd, request), *at = strstr(text, field);
+	double v;
+
+	if (!at)
+		KVT_FAIL("%s lacks %s: %s", request, field, text);
+	v = strtod(at + strlen(field), NULL);
+	free(text);
+	return v;
+}
+
+/* ------------------------------------------------------------------------- context */
+
+KVT_TEST(pool_open_needs_a_current_context)
+{
+	struct kv_layout l = ipc_layout();
+	int fds;
+
+	start_kvmd(NULL);
+	c = connect_logged();
+	fds = nr_fds(getpid());
+	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, NULL, &pool), -EINVAL);
+	KVT_EXPECT_HAS(kvc_strerror(c), "context");
+	KVT_EXPECT_EQ(nr_fds(getpid()), fds);
+	ipc_gpu_context(0);
+	pool = ipc_pool(c);
+	stop();
+}
+
+KVT_TEST(context_of_another_gpu_is_refused)
+{
+	static const char *const args[] = {
+		"--gpu", "GPU-11111111-1111-1111-1111-111111111111", NULL};
+	struct kv_layout l = ipc_layout();
+
+	setenv("FAKE_CUDA_DEVICES", "2", 1);
+	start_kvmd(args);
+	c = connect_logged();
+	ipc_gpu_context(0);
+	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, NULL, &pool), -EINVAL);
+	KVT_EXPECT_HAS(kvc_strerror(c), "GPU-11111111");
+	ipc_gpu_context(1);
+	pool = ipc_pool(c);
+	stop();
+}
+
+/* The mapping may be needed on a thread that has no context current. */
+static void *alloc_in_thread(void *arg)
+{
+	struct kv_grant pages[64];
+
+	return (void *)(intptr_t)kvc_alloc(pool, 64, KV_GFP_NOWAIT, pages);
+}
+
+KVT_TEST(any_thread_may_map)
+{
+	pthread_t thread;
+	void *ret;
+
+	start(NULL);
+	KVT_EXPECT_EQ(pthread_create(&thread, NULL, alloc_in_thread, NULL), 0);
+	pthread_join(thread, &ret);
+	KVT_EXPECT_EQ((intptr_t)ret, 0);
+	KVT_EXPECT(counts().mapped > 0);
+	stop();
+	KVT_EXPECT_EQ(counts().mapped, 0);
+}
+
+/* -------------------------------------------------------------------- cases, by name */
+
+/* cases O01: ucx#3192 */
+static void *open_again(void *arg)
+{
+	return ipc_pool(c);
+}
+
+KVT_TEST(o01_second_open_of_one_handle)
+{
+	struct kv_layout l = ipc_layout();
+	struct kvc_pool *second, *named;
+	struct kv_grant page;
+	pthread_t thread;
+	u8 uuid[16];
+	void *ret;
+
+	start(NULL);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &page), 0);
+	KVT_EXPECT_EQ(counts().imports, 1);
+	KVT_EXPECT_EQ(pthread_create(&thread, NULL, open_again, NULL), 0);
+	pthread_join(thread, &ret);
+	second = ret;
+	KVT_EXPECT(second == pool);
+	memset(uuid, 0x10, sizeof(uuid)); /* the only GPU, by its name */
+	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, uuid, &named), 0);
+	KVT_EXPECT(named == pool);
+	KVT_EXPECT_EQ(counts().imports, 1);
+	kvc_pool_close(second);
+	kvc_pool_close(named);
+	memset(kvc_page_addr(pool, page.pfn), 1, 4096); /* the first goes on */
+	kvc_pool_close(pool);
+	KVT_EXPECT_EQ(counts().mapped, 0);
+	KVT_EXPECT_EQ(counts().handles, 0);
+	stop();
+}
+
+/* Two layouts that want the whole GPU in turn: each growth takes the other's extents. */
+static struct kvc_pool *other_pool(void)
+{
+	struct kv_layout l = ipc_layout();
+	struct kvc_pool *p;
+
+	l.model_id[0] = 1;
+	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, NULL, &p), 0);
+	return p;
+}
+
+static u32 fill(struct kvc_pool *p, struct kv_grant *pages, u32 max)
+{
+	u32 nr = 0;
+
+	for (int i = 0; i < 2000 && nr < max; i++) {
+		int r = kvc_alloc(p, 8, KV_GFP_NOWAIT, pages + nr);
+
+		if (!r)
+			nr += 8;
+		else if (r == KV_FULL && nr)
+			break;
+		else if (r != KV_PENDING && r != KV_FULL)
+			KVT_FAIL("kvc_alloc: %d %s", r, kvc_strerror(c));
+		kvc_dispatch(c, NULL, NULL);
+		if (r)
+			usleep(200);
+	}
+	return nr;
+}
+
+static void give_back(struct kvc_pool *p, struct kv_grant *pages, u32 nr)
+{
+	KVT_EXPECT_EQ(kvc_free(p, pages, nr), 0);
+	KVT_EXPECT_EQ(kvc_flush(c), 0);
+}
+
+/* cases O02: ucx#4410. Imports do not pile up, and each is closed once. */
+KVT_TEST(o02_importers_cache_without_end)
+{
+	static const char *const args[] = {"--host-bytes", "72MiB", NULL};
+	static struct kv_grant pages[2048];
+	struct fake_cuda_counts n;
+	struct kvc_pool *p[2];
+	unsigned most = 0;
+	int fds = 0;
+
+	start(args);
+	p[0] = pool;
+	p[1] = other_pool();
+	for (int i = 0; i < 60; i++) {
+		u32 nr = fill(p[i & 1], pages, KV_ARRAY_SIZE(pages));
+
+		KVT_EXPECT(nr >= 64);
+		for (u32 k = 0; k < nr; k++)
+			*(volatile u8 *)kvc_page_addr(p[i & 1], pages[k].pfn) = (u8)i;
+		give_back(p[i & 1], pages, nr);
+		n = counts();
+		most = KV_MAX(most, n.mapped);
+		KVT_EXPECT_EQ(n.handles, 0); /* mappings alone hold the memory */
+		KVT_EXPECT(n.mapped_bytes <= 72u << 20);
+		if (i == 1)
+			fds = nr_fds(kvmd.pid);
+	}
+	KVT_NOTE("%u imports, at most %u mapped at a time", counts().imports, most);
+	KVT_EXPECT(counts().imports >= 40);
+	KVT_EXPECT(nr_fds(kvmd.pid) <= fds + 1);
+	stop();
+	n = counts();
+	KVT_EXPECT_EQ(n.mapped, 0);
+	KVT_EXPECT_EQ(n.reserved_bytes, 0);
+}
+
+/* cases O04: ucx#10346. An extent is charged until its importer has let go. */
+KVT_TEST(o04_owner_frees_before_importer_closes)
+{
+	static const char *const args[] = {"--host-bytes", "36MiB", NULL};
+	static struct kv_grant pages[1024];
+	struct kvc_pool *other;
+	struct kvc_step *step;
+	struct kv_grant one;
+	u32 nr, mapped;
+
+	start(args);
+	other = other_pool();
+	nr = fill(pool, pages, KV_ARRAY_SIZE(pages));
+	mapped = counts().mapped;
+	give_back(pool, pages, nr);
+	expect_within(stat_now(pool).nr_quarantine == 0, 2000);
+	KVT_EXPECT_EQ(kvc_step_begin(c, &step), 0); /* may still read what it read */
+	kvc_step_launched(step);
+	for (int i = 0; i < 50; i++) {
+		KVT_EXPECT_EQ(kvc_alloc(other, 1, KV_GFP_NOWAIT, &one), KV_PENDING);
+		kvc_dispatch(c, NULL, NULL);
+		usleep(1000);
+	}
+	KVT_EXPECT_EQ(counts().mapped, mapped);
+	KVT_EXPECT(admin_number("{\"op\":\"status\"}", "\"extent_bytes\":") > 30e6);
+	kvc_step_retire(step);
+	kvc_dispatch(c, NULL, NULL);
+	expect_within(kvc_alloc(other, 1, KV_GFP_NOWAIT, &one) == 0, 2000);
+	stop();
+}
+
+/* cases O06: ucx PR#11288. Who only connects holds nothing back. */
+KVT_TEST(o06_probe_that_pins)
+{
+	static const char *const args[] = {"--host-bytes", "36MiB", NULL};
+	static struct kv_grant pages[1024];
+	struct kvc *idle;
+	u64 t0;
+	u32 nr;
+
+	start(args);
+	idle = connect_logged();
+	nr = fill(pool, pages, KV_ARRAY_SIZE(pages));
+	give_back(pool, pages, nr);
+	kvc_pool_close(pool);
+	t0 = kv_now_ns();
+	pool = other_pool();
+	KVT_EXPECT(fill(pool, pages, 8) == 8);
+	KVT_EXPECT(kv_now_ns() - t0 < 1000000000ull);
+	kvc_close(idle);
+	stop();
+}
+
+/* cases O10: nccl#1647. Named GPU not visible here: refused before any fd comes. */
+KVT_TEST(o10_device_not_visible_to_importer)
+{
+	static const char *const args[] = {
+		"--gpu", "GPU-12121212-1212-1212-1212-121212121212", NULL};
+	struct kv_layout l = ipc_layout();
+	u8 uuid[16];
+	int fds;
+
+	setenv("FAKE_CUDA_DEVICES", "4", 1);
+	start_kvmd(args);
+	setenv("FAKE_CUDA_VISIBLE", "3", 1);
+	c = connect_logged();
+	ipc_gpu_context(0);
+	memset(uuid, 0x12, sizeof(uuid));
+	fds = nr_fds(getpid());
+	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, uuid, &pool), -ENODEV);
+	KVT_EXPECT_HAS(kvc_strerror(c), "GPU-12121212");
+	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, NULL, &pool), -ENODEV);
+	KVT_EXPECT_HAS(kvc_strerror(c), "GPU-12121212");
+	KVT_EXPECT_EQ(nr_fds(getpid()), fds);
+	kvc_close(c);
+	ipc_stop(&kvmd);
+}
+
+KVT_TEST(o10_ordinal_0_here_is_gpu_2_there)
+{
+	static const char *const args[] = {
+		"--gpu", "GPU-12121212-1212-1212-1212-121212121212", NULL};
+	struct kv_grant page;
+
+	setenv("FAKE_CUDA_DEVICES", "4", 1);
+	start_kvmd(args);
+	setenv("FAKE_CUDA_VISIBLE", "2", 1);
+	c = connect_logged();
+	ipc_gpu_context(0);
+	pool = ipc_pool(c);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &page), 0);
+	memset(kvc_page_addr(pool, page.pfn), 1, 4096);
+	stop();
+}
+
+/* cases O11: pytorch#186213. Addresses: no more than the memory, whatever is imported. */
+KVT_TEST(o11_address_space_eaten_by_imports)
+{
+	static const char *const args[] = {"--host-bytes", "1360MiB", NULL};
+	struct kv_grant pages[64];
+	struct fake_cuda_counts n;
+	u32 nr = 0;
+
+	start(args);
+	while (kvc_alloc(pool, 64, KV_GFP_NOWAIT, pages) == 0)
+		nr += 64;
+	n = counts();
+	KVT_NOTE("%u pages, %u extents, %.1f MB mapped, %.1f MB reserved", nr, n.mapped,
+		 (double)n.mapped_bytes / 1e6, (double)n.reserved_bytes / 1e6);
+	KVT_EXPECT(n.mapped >= 20);
+	KVT_EXPECT((double)n.reserved_bytes <= 1.1 * (double)n.mapped_bytes);
+	KVT_EXPECT_EQ(admin_number("{\"op\":\"pool\"}", "\"va_bytes\":"),
+		      n.reserved_bytes);
+	stop();
+}
+
+/* cases O15: pytorch#188008. Each driver call of a mapping fails, once and for good. */
+static void half_mapped(const char *entry, int nth, bool for_good)
+{
+	struct fake_cuda_counts n;
+	struct kv_grant pages[8];
+	char text[80];
+	int fds;
+
+	start(NULL);
+	n = counts();
+	fds = nr_fds(getpid());
+	snprintf(text, sizeof(text), "%s:%d%s", entry, nth, for_good ? "+" : "");
+	setenv("FAKE_CUDA_FAIL", text, 1);
+	if (for_good) {
+		KVT_EXPECT_EQ(kvc_alloc(pool, 8, KV_GFP_NOWAIT, pages), -ENOMEM);
+		KVT_EXPECT_EQ(counts().handles, 0);
+		KVT_EXPECT_EQ(counts().mapped, 0);
+		KVT_EXPECT_EQ(counts().reserved_bytes, n.reserved_bytes);
+		unsetenv("FAKE_CUDA_FAIL");
+		/* nothing was handed out, and the next try finds a clean slate */
+		KVT_EXPECT_EQ(kvc_flush(c), 0);
+		KVT_EXPECT_EQ(stat_now(pool).nr_active, 0);
+	}
+	KVT_EXPECT_EQ(kvc_alloc(pool, 8, KV_GFP_NOWAIT, pages), 0);
+	KVT_EXPECT_HAS(last_log, "CUDA result 2");
+	memset(kvc_page_addr(pool, pages[7].pfn), 1, 4096);
+	KVT_EXPECT_EQ(counts().mapped, 1);
+	KVT_EXPECT_EQ(counts().handles, 0);
+	KVT_EXPECT_EQ(nr_fds(getpid()), fds);
+	stop();
+	KVT_EXPECT_EQ(counts().mapped, 0);
+}
+
+KVT_TEST(o15_half_mapped_extent_is_undone)
+{
+	static const struct {
+		const char *entry;
+		int nth; /* the test's own context and the reservation push before */
+		bool for_good;
+	} steps[] = {
+		{"cuCtxPushCurrent_v2", 3, false},
+		{"cuCtxPushCurrent_v2", 3, true},
+		{"cuMemImportFromShareableHandle", 1, false},
+		{"cuMemImportFromShareableHandle", 1, true},
+		{"cuMemMap", 1, false},
+		{"cuMemMap", 1, true},
+		{"cuMemSetAccess", 1, false},
+		{"cuMemSetAccess", 1, true},
+		{"cuMemRelease", 1, false},
+	};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(steps); i++) {
+		pid_t pid = fork(); /* the fake counts calls per process */
+
+		if (pid) {
+			KVT_EXPECT_EQ(ipc_wait(pid), 0);
+			continue;
+		}
+		half_mapped(steps[i].entry, steps[i].nth, steps[i].for_good);
+		_exit(0);
+	}
+}
+
+KVT_TEST(o15_failed_reservation_leaves_no_pool)
+{
+	struct kv_layout l = ipc_layout();
+	int fds;
+
+	start_kvmd(NULL);
+	c = connect_logged();
+	ipc_gpu_context(0);
+	fds = nr_fds(getpid());
+	setenv("FAKE_CUDA_FAIL", "cuMemAddressReserve:1", 1);
+	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, NULL, &pool), -ENOMEM);
+	KVT_EXPECT_HAS(kvc_strerror(c), "GPU addresses");
+	KVT_EXPECT_EQ(nr_fds(getpid()), fds);
+	pool = ipc_pool(c);
+	stop();
+}
+
+/* cases O16: vllm#36651. A failed unmap is tried again; later calls have their own luck. */
+KVT_TEST(o16_sticky_error_and_double_release)
+{
+	static const char *const args[] = {"--host-bytes", "36MiB", NULL};
+	static struct kv_grant pages[1024];
+	struct kvc_pool *p[2];
+	u64 first = 0;
+
+	start(args);
+	p[0] = pool;
+	p[1] = other_pool();
+	setenv("FAKE_CUDA_FAIL", "cuMemUnmap:7", 1);
+	for (int i = 0; i < 30; i++) {
+		u32 nr = fill(p[i & 1], pages, KV_ARRAY_SIZE(pages));
+
+		KVT_EXPECT(nr >= 64);
+		if (i == 1)
+			first = counts().mapped_bytes;
+		if (i & 1)
+			KVT_EXPECT_EQ(counts().mapped_bytes, first);
+		give_back(p[i & 1], pages, nr);
+	}
+	stop();
+	KVT_EXPECT_EQ(counts().mapped, 0);
+	KVT_EXPECT_EQ(counts().reserved_bytes, 0);
+}
+
+/* cases O18: cudf#2469. A grant is a page of an extent, not the extent's start. */
+KVT_TEST(o18_pointer_inside_a_block)
+{
+	struct kvc_pool_info info;
+	struct kv_grant pages[32];
+
+	start(NULL);
+	kvc_pool_get_info(pool, &info);
+	KVT_EXPECT_EQ(info.backend, KV_BACKEND_CUDA);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 32, KV_GFP_NOWAIT, pages), 0);
+	for (u32 i = 0; i < 32; i++)
+		memset(kvc_page_addr(pool, pages[i].pfn), (int)pages[i].pfn + 1,
+		       kv_page_bytes(&info.layout));
+	for (u32 i = 0; i < 32; i++) {
+		const u8 *at = kvc_page_addr(pool, pages[i].pfn);
+
+		KVT_EXPECT_EQ(at - (u8 *)info.base,
+			      kv_page_offset(&info.geometry, pages[i].pfn));
+		KVT_EXPECT_EQ(at[0], (u8)(pages[i].pfn + 1));
+		KVT_EXPECT_EQ(at[kv_page_bytes(&info.layout) - 1],
+			      (u8)(pages[i].pfn + 1));
+	}
+	KVT_EXPECT(!kvc_page_addr(pool, info.geometry.nr_pages));
+	KVT_EXPECT(!kvc_page_addr(pool, ~0u));
+	stop();
+}
+
+/* cases O20: vllm#55906. There is no slow path: who cannot import is told, others go on. */
+static int import_fails(void *arg)
+{
+	struct kv_grant page;
+	struct kvc *mine;
+
+	setenv("FAKE_CUDA_FAIL", "cuMemImportFromShareableHandle:1+", 1);
+	mine = connect_logged();
+	ipc_gpu_context(0);
+	if (kvc_alloc(ipc_pool(mine), 1, KV_GFP_NOWAIT, &page) != -ENOMEM)
+		return 2;
+	if (!strstr(last_log, "cuMemImportFromShareableHandle"))
+		return 3;
+	kvc_close(mine);
+	return 0;
+}
+
+KVT_TEST(o20_silent_slow_path)
+{
+	struct kv_grant page;
+
+	start(NULL);
+	KVT_EXPECT_EQ(ipc_wait(ipc_child(import_fails, NULL)), 0);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &page), 0);
+	memset(kvc_page_addr(pool, page.pfn), 1, 4096);
+	stop();
+}
+
+KVT_MAIN()

@@ -1,0 +1,422 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_cuda.c - the CUDA attention kernels against the host reference: odd shapes, drafts,
+ * NaN-poisoned tails and outputs, shared pages, failed verdicts, bit-equal reruns.
+ */
+#include "tests/kvt.h"
+#include "common.h"
+
+#ifdef CONFIG_CUDA
+#include <cuda_runtime_api.h>
+#include "kernels/attn_cuda.h"
+
+#define NR_REQ_MAX    16u
+#define CUDA_OK(expr) KVT_EXPECT_EQ((int)(expr), 0)
+
+/* One case: a pool on both sides, queries, outputs. */
+struct world {
+	struct kvt_rng g;
+	struct kvt_paged f;
+	const struct kvk_ops *ops;
+	float *q;   /* bf16-exact */
+	float *ref; /* host's answer */
+	float *out; /* device's */
+	void *d[10];
+	struct kvk_attn_args dev;
+	size_t nr_q;
+	size_t nr_out;
+};
+
+static void *to_device(struct world *w, int i, const void *src, size_t bytes)
+{
+	if (!w->d[i])
+		CUDA_OK(cudaMalloc(&w->d[i], bytes + 64));
+	if (src)
+		CUDA_OK(cudaMemcpy(w->d[i], src, bytes, cudaMemcpyHostToDevice));
+	return w->d[i];
+}
+
+/* Append random values of all tokens through the host reference, layer by layer. */
+static void fill_pages(struct world *w, const u32 *lengths, u32 nr)
+{
+	const struct kv_layout *l = &w->f.pages.layout;
+	bool mla = l->kind == KV_LAYOUT_MLA;
+	u32 dims[2] = {mla ? l->latent_dim : l->nr_kv_heads * l->head_dim, 0};
+	struct kvk_append_args a = {.src_dtype = KVK_F32};
+	float *src[2];
+
+	dims[1] = mla ? l->rope_dim : dims[0];
+	kvt_paged_batch(&w->f, &w->g, lengths, lengths, nr);
+	for (int i = 0; i < 2; i++) {
+		size_t n = (size_t)w->f.batch.nr_tokens * dims[i];
+
+		src[i] = malloc((n + 1) * sizeof(float));
+		kvt_rng_fill(&w->g, src[i], n, i ? 0.6f : 1.5f);
+	}
+	a.pages = w->f.pages;
+	a.batch = w->f.batch;
+	a.latent = a.k = src[0];
+	a.rope = a.v = src[1];
+	for (a.layer = 0; a.layer < l->nr_layers; a.layer++)
+		KVT_EXPECT_EQ(w->ops->append(&a, NULL), 0);
+	free(src[0]);
+	free(src[1]);
+}
+
+/* The same batch, but only the last q_lens tokens ask. */
+static void set_queries(struct world *w, const u32 *q_lens, u32 nr, u32 dk, u32 dv,
+			u32 heads)
+{
+	u32 most = 0, t = 0;
+
+	for (u32 r = 0; r < nr; r++) {
+		w->f.q_start[r] = t;
+		t += q_lens[r];
+		most = KV_MAX(most, q_lens[r]);
+	}
+	w->f.q_start[nr] = t;
+	w->f.batch.q_start = w->f.q_start;
+	w->f.batch.nr_tokens = t;
+	w->f.batch.q_len_max = most;
+	w->nr_q = (size_t)t * heads * dk;
+	w->nr_out = (size_t)t * heads * dv;
+	w->q = malloc(w->nr_q * sizeof(float));
+	w->ref = malloc(w->nr_out * sizeof(float));
+	w->out = malloc(w->nr_out * sizeof(float));
+	kvt_rng_fill(&w->g, w->q, w->nr_q, 1.0f);
+	for (size_t i = 0; i < w->nr_q; i++)
+		w->q[i] = (float)kvt_bf16(kvt_to_bf16(w->q[i]));
+}
+
+static void upload(struct world *w, u32 heads, u32 layer)
+{
+	const struct kvk_batch *b = &w->f.batch;
+	struct kvk_attn_args *a = &w->dev;
+	u32 nr = b->nr_requests;
+
+	memset(a, 0, sizeof(*a));
+	a->pages = w->f.pages;
+	a->pages.base = to_device(w, 0, w->f.pages.base, w->f.bytes);
+	a->pages.scales = to_device(w, 1, w->f.scales, sizeof(w->f.scales));
+	a->batch = *b;
+	a->batch.rows =
+		to_device(w, 2, b->rows, b->row_start[nr] * sizeof(struct kv_row));
+	a->batch.row_start = to_device(w, 3, b->row_start, (nr + 1) * 4);
+	a->batch.lengths = to_device(w, 4, b->lengths, nr * 4);
+	a->batch.q_start = to_device(w, 5, b->q_start, (nr + 1) * 4);
+	a->batch.verdicts = to_device(w, 6, b->verdicts, nr * sizeof(struct kv_verdict));
+	a->batch.step = to_device(w, 7, b->step, 8);
+	a->layer = layer;
+	a->nr_q_heads = heads;
+	a->sm_scale = 0.07f;
+	a->act_dtype = KVK_F32;
+	a->q = to_device(w, 8, w->q, w->nr_q * sizeof(float));
+	a->out = to_device(w, 9, NULL, w->nr_out * sizeof(float));
+	a->workspace_bytes = kvk_attn_workspace_cuda(a);
+	CUDA_OK(cudaMalloc(&a->workspace, a->workspace_bytes + 16));
+	CUDA_OK(cudaMemset(a->workspace, 0xff, a->workspace_bytes + 16));
+}
+
+static void run_device(struct world *w, u32 flags, bool prefill)
+{
+	struct kvk_attn_args a = w->dev;
+	int r;
+
+	a.flags |= flags;
+	CUDA_OK(cudaMemset(a.out, 0xff, w->nr_out * sizeof(float)));
+	if (prefill)
+		r = kvk_attn_prefill_cuda(&a, NULL);
+	else
+		r = a.pages.layout.kind == KV_LAYOUT_MLA ? kvk_attn_mla_cuda(&a, NULL)
+							 : kvk_attn_gqa_cuda(&a, NULL);
+	KVT_EXPECT_EQ(r, 0);
+	CUDA_OK(cudaDeviceSynchronize());
+	CUDA_OK(cudaMemcpy(w->out, a.out, w->nr_out * sizeof(float),
+			   cudaMemcpyDeviceToHost));
+}
+
+static void run_host(struct world *w, u32 heads, u32 layer)
+{
+	struct kvk_attn_args a = w->dev;
+
+	a.pages = w->f.pages;
+	a.batch = w->f.batch;
+	a.layer = layer;
+	a.nr_q_heads = heads;
+	a.q = w->q;
+	a.out = w->ref;
+	KVT_EXPECT_EQ(w->ops->attn_prefill(&a, NULL), 0);
+}
+
+static void world_init(struct world *w, const struct kv_layout *l, u32 heads,
+		       u32 nr_pages, const u32 *lengths, const u32 *q_lens, u32 nr)
+{
+	bool mla = l->kind == KV_LAYOUT_MLA;
+	int count = 0;
+
+	if (cudaGetDeviceCount(&count) != cudaSuccess || !count)
+		KVT_SKIP("no GPU");
+	memset(w, 0, sizeof(*w));
+	w->g.state = kvt_rand64();
+	w->ops = kvk_host_ops();
+	kvt_paged_init(&w->f, &w->g, l, nr_pages);
+	fill_pages(w, lengths, nr);
+	set_queries(w, q_lens, nr, mla ? l->latent_dim + l->rope_dim : l->head_dim,
+		    mla ? l->latent_dim : l->head_dim, heads);
+	upload(w, heads, l->nr_layers - 1);
+}
+
+static void world_fini(struct world *w)
+{
+	for (int i = 0; i < 10; i++)
+		CUDA_OK(cudaFree(w->d[i]));
+	CUDA_OK(cudaFree(w->dev.workspace));
+	kvt_paged_fini(&w->f);
+	free(w->q);
+	free(w->ref);
+	free(w->out);
+}
+
+static double rel_err(const float *a, const float *b, size_t n)
+{
+	double num = 0, den = 0;
+
+	for (size_t i = 0; i < n; i++) {
+		double d = (double)a[i] - b[i];
+
+		if (!(fabs(d) <= 1e30))
+			return 1e30;
+		num += d * d;
+		den += (double)b[i] * b[i];
+	}
+	return den > 0 ? sqrt(num / den) : num;
+}
+
+static void expect_close(struct world *w, const char *what, u32 a, u32 b, double limit)
+{
+	double err = rel_err(w->out, w->ref, w->nr_out);
+
+	if (!(err <= limit))
+		KVT_FAIL("%s %u/%u: error %.3g > %.3g", what, a, b, err, limit);
+}
+
+static const u32 lengths_mixed[] = {1, 63, 64, 65, 1000, 130, 7, 4, 449, 2};
+static const u32 q_mixed[] = {1, 4, 2, 3, 1, 4, 0, 4, 1, 2};
+static const u32 q_ones[] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+#define NR_MIXED    KV_ARRAY_SIZE(lengths_mixed)
+#define PAGES_MIXED 64u
+
+static const struct {
+	u32 dtype;
+	u32 scale_kind;
+	double limit;
+} formats[] = {{KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1e-3},
+	       {KV_DTYPE_E4M3, KV_SCALE_STATIC, 1e-3},
+	       {KV_DTYPE_BF16, KV_SCALE_NONE, 1e-3}};
+
+static void check_shape(const struct kv_layout *l, u32 heads, const u32 *q_lens,
+			double limit)
+{
+	struct world w;
+
+	world_init(&w, l, heads, PAGES_MIXED, lengths_mixed, q_lens, NR_MIXED);
+	run_device(&w, 0, false);
+	run_host(&w, heads, l->nr_layers - 1);
+	expect_close(&w,
+		     l->kind == KV_LAYOUT_MLA ? "mla heads/dtype" : "gqa heads/kv heads",
+		     heads, l->kind == KV_LAYOUT_MLA ? l->dtype : l->nr_kv_heads, limit);
+	world_fini(&w);
+}
+
+KVT_TEST_T(gqa_odd_shapes_match_the_reference, 120)
+{
+	static const u32 shapes[][2] = {{96, 8}, {64, 8}, {32, 4}, {12, 1}, {8, 2},
+					{8, 1},	 {5, 5},  {48, 3}, {6, 6}};
+
+	for (u32 f = 0; f < KV_ARRAY_SIZE(formats); f++)
+		for (u32 i = 0; i < KV_ARRAY_SIZE(shapes); i++)
+			for (u32 hd = 64; hd <= 128; hd += 64) {
+				struct kv_layout l = kvt_layout_gqa(formats[f].dtype,
+								    formats[f].scale_kind,
+								    2, shapes[i][1], hd);
+
+				check_shape(&l, shapes[i][0], i % 2 ? q_mixed : q_ones,
+					    formats[f].limit);
+				check_shape(&l, shapes[i][0], i % 2 ? q_ones : q_mixed,
+					    formats[f].limit);
+			}
+}
+
+KVT_TEST_T(mla_odd_shapes_match_the_reference, 120)
+{
+	static const u32 heads[] = {8, 1, 5, 16, 20, 32, 64, 100, 128};
+
+	for (u32 f = 0; f < KV_ARRAY_SIZE(formats); f++)
+		for (u32 i = 0; i < KV_ARRAY_SIZE(heads); i++) {
+			struct kv_layout l = kvt_layout_mla(formats[f].dtype,
+							    formats[f].scale_kind, 2);
+
+			check_shape(&l, heads[i], q_ones, formats[f].limit);
+			if (i % 3 == 0)
+				check_shape(&l, heads[i], q_mixed, formats[f].limit);
+		}
+}
+
+/* One long request: cut into a hundred parts, merged by many CTAs. */
+static void check_long(const struct kv_layout *l, u32 heads)
+{
+	static const u32 lengths[] = {19999, 70}, q[] = {1, 1};
+	struct world w;
+
+	world_init(&w, l, heads, 324, lengths, q, 2);
+	run_device(&w, 0, false);
+	run_host(&w, heads, l->nr_layers - 1);
+	expect_close(&w, "long heads/kind", heads, l->kind, 1e-3);
+	world_fini(&w);
+}
+
+KVT_TEST_T(long_requests_are_split_and_merged, 120)
+{
+	struct kv_layout l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 1, 128);
+
+	check_long(&l, 12);
+	l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1);
+	check_long(&l, 8);
+	check_long(&l, 64);
+	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 1);
+	check_long(&l, 8);
+}
+
+static void check_reruns(const struct kv_layout *l, u32 heads)
+{
+	struct world w;
+	float *first;
+
+	world_init(&w, l, heads, PAGES_MIXED, lengths_mixed, q_ones, NR_MIXED);
+	run_device(&w, 0, false);
+	first = malloc(w.nr_out * sizeof(float));
+	memcpy(first, w.out, w.nr_out * sizeof(float));
+	for (int i = 0; i < 20; i++) {
+		run_device(&w, i % 4 ? KVK_ATTN_PLAN : 0, false);
+		KVT_EXPECT(!memcmp(first, w.out, w.nr_out * sizeof(float)));
+	}
+	free(first);
+	world_fini(&w);
+}
+
+KVT_TEST_T(reruns_are_bit_equal, 120)
+{
+	struct kv_layout l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2, 8, 128);
+
+	check_reruns(&l, 96);
+	l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2, 1, 128);
+	check_reruns(&l, 12);
+	l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2);
+	check_reruns(&l, 8);
+	check_reruns(&l, 64);
+	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 2);
+	check_reruns(&l, 16);
+}
+
+/* Request @bad fails: NaN there, the others as the reference has them. */
+static void check_failed(const struct kv_layout *l, u32 heads, u32 bad)
+{
+	struct world w;
+	size_t per, at;
+
+	world_init(&w, l, heads, PAGES_MIXED, lengths_mixed, q_ones, NR_MIXED);
+	run_host(&w, heads, l->nr_layers - 1);
+	w.f.verdicts[bad].bits = KV_BAD_GEN;
+	w.f.rows[w.f.batch.row_start[bad]].pfn = 0x7fffffff; /* reading it would fault */
+	upload(&w, heads, l->nr_layers - 1);
+	run_device(&w, 0, false);
+	per = w.nr_out / w.f.batch.nr_tokens;
+	at = bad * per;
+	KVT_EXPECT_EQ(kvt_nr_finite(w.out + at, per), 0);
+	memcpy(w.out + at, w.ref + at, per * sizeof(float));
+	expect_close(&w, "beside a failed request", heads, bad, 1e-3);
+	world_fini(&w);
+}
+
+KVT_TEST_T(failed_verdict_gives_nan_and_disturbs_nobody, 120)
+{
+	struct kv_layout l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2, 8, 128);
+
+	check_failed(&l, 96, 4);
+	check_failed(&l, 96, 0);
+	l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2);
+	check_failed(&l, 8, 4);
+	check_failed(&l, 64, 4);
+	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 2);
+	check_failed(&l, 8, 9);
+}
+
+KVT_TEST(shared_pages_are_read_by_both)
+{
+	static const u32 lengths[] = {200, 150}, q[] = {1, 1};
+	struct kv_layout l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1);
+	struct world w;
+
+	world_init(&w, &l, 8, 16, lengths, q, 2);
+	w.f.rows[w.f.batch.row_start[1]].pfn = w.f.rows[w.f.batch.row_start[0]].pfn;
+	upload(&w, 8, 0);
+	run_device(&w, 0, false);
+	run_host(&w, 8, 0);
+	expect_close(&w, "shared", 8, 0, 1e-3);
+	world_fini(&w);
+}
+
+/* Shapes of the fallback, and prefill. */
+KVT_TEST_T(fallback_and_prefill_match_the_reference, 120)
+{
+	static const u32 lengths[] = {100, 65, 3}, q_all[] = {100, 65, 3},
+			 q_some[] = {30, 1, 2};
+	struct kv_layout l = kvt_layout_mla(KV_DTYPE_F32, KV_SCALE_NONE, 1);
+	struct world w;
+
+	for (int i = 0; i < 4; i++) {
+		if (i == 1)
+			l.latent_dim = 128;
+		if (i >= 2)
+			l = kvt_layout_gqa(i == 2 ? KV_DTYPE_BF16 : KV_DTYPE_E4M3,
+					   i == 2 ? KV_SCALE_NONE : KV_SCALE_TOKEN, 1, 2,
+					   128);
+		world_init(&w, &l, 8, 16, lengths, i % 2 ? q_all : q_some, 3);
+		run_device(&w, 0, true);
+		run_host(&w, 8, 0);
+		expect_close(&w, "prefill", 8, (u32)i, 1e-3);
+		world_fini(&w);
+	}
+}
+
+KVT_TEST(bad_arguments_are_refused)
+{
+	static const u32 lengths[] = {70}, q[] = {1};
+	struct kv_layout l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 8, 128);
+	struct kvk_attn_args a;
+	struct world w;
+
+	world_init(&w, &l, 96, 4, lengths, q, 1);
+	a = w.dev;
+	a.workspace_bytes--;
+	KVT_EXPECT_EQ(kvk_attn_gqa_cuda(&a, NULL), -EINVAL);
+	a = w.dev;
+	a.layer = 1;
+	KVT_EXPECT_EQ(kvk_attn_gqa_cuda(&a, NULL), -EINVAL);
+	a = w.dev;
+	KVT_EXPECT_EQ(kvk_attn_mla_cuda(&a, NULL), -EINVAL);
+	a.act_dtype = KVK_E4M3;
+	KVT_EXPECT_EQ(kvk_attn_gqa_cuda(&a, NULL), -EINVAL);
+	a = w.dev;
+	a.batch.q_len_max = 5;
+	KVT_EXPECT_EQ(kvk_attn_gqa_cuda(&a, NULL), -EINVAL);
+	world_fini(&w);
+}
+#else
+KVT_TEST(attention_on_the_gpu)
+{
+	KVT_SKIP("no GPU: built without CUDA");
+}
+#endif /* CONFIG_CUDA */
+
+KVT_MAIN()
