@@ -134,8 +134,10 @@ void kvc_ret_post(struct kvc_pool *pool, struct kvc_link *link)
 
 	while (!link->dead && (nr = take_ready(pool, KVC_FREE_BATCH, refs)) > 0) {
 		req = free_req(pool, refs, nr);
-		if (!kvc_ring_post(link, &req, KVC_FREE_ASYNC))
+		if (!kvc_ring_post(link, &req, KVC_FREE_ASYNC)) {
+			kvc_ledger_freeing(&req);
 			continue;
+		}
 		/* no room in the ring: back to the list, behind newer steps at worst */
 		for (u32 i = 0; i < nr; i++) {
 			struct kv_grant g = {.pfn = refs[i].pfn, .tag = refs[i].tag};
@@ -152,6 +154,7 @@ void kvc_ret_clear(struct kvc_pool *pool)
 {
 	pthread_mutex_lock(&pool->lock);
 	pool->ret_nr = 0;
+	kvc_ledger_clear(pool);
 	pthread_mutex_unlock(&pool->lock);
 }
 

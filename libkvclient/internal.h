@@ -82,6 +82,7 @@ struct kvc_req {
 	void (*fill)(void *arg, const struct kvc_req *req);
 	const void *src;
 	void *ret;
+	bool again; /* sent before, to a kvmd that went */
 	u32 ret_nr;
 	u64 ret_a;
 };
@@ -177,6 +178,8 @@ struct kvc_table {
 /**
  * struct kvc_link - one connection to one instance of kvmd
  * @users: calls that use the ring; atomic
+ * @resumed: kvmd took the session up again: same client_id, session page, leases
+ * @session_serial: @serial of the session's first link
  * @dead: the socket is gone; set once, under kvc.lock, read anywhere
  * @tables: by pool slot; a NULL map = pool not open on this link
  * @grace_table: a table whose grace_epoch steps announce; NULL = no pool open
@@ -191,6 +194,8 @@ struct kvc_link {
 	char tenant[KV_NAME_BYTES];
 	u8 cookie[KV_COOKIE_BYTES];
 	int sock;
+	bool resumed;
+	u64 session_serial;
 	u32 users;
 	u32 dead;
 	bool gone; /* ring and tables are unmapped; only the session page is left */
@@ -247,6 +252,9 @@ struct kvc {
 	struct list_node events;
 	u32 nr_events;
 	u32 deferred; /* something waits for a retire */
+	struct kvc_pool *attaching;
+	u32 known[KV_POOLS_MAX]; /* pools kvmd has open for a session it took up */
+	u32 nr_known;
 	struct kvc_msg_in *msg;
 	/* steps; no lock */
 	u32 slot_mask;
@@ -290,6 +298,7 @@ struct kvc_msg_in {
 		struct kv_msg_revoke revoke;
 		struct kv_msg_pressure pressure;
 		struct kv_msg_epoch epoch;
+		struct kv_msg_leases leases;
 		struct kv_msg_error error;
 		u64 words[KV_MSG_BYTES_MAX / 8];
 	};
@@ -368,6 +377,10 @@ struct kvc_pool {
 	size_t va_bytes;
 	u32 nr_extents;
 	struct kvc_extent *extents;
+	/* what the application holds: ledger.c */
+	u64 *ledger, *ledger_tags;
+	struct kv_lease *leases; /* kvmd's side, while it arrives */
+	bool leases_due;
 	/* return list: a ring of ret_max entries, oldest first */
 	pthread_mutex_t lock;
 	struct kvc_ret *ret;
@@ -403,10 +416,24 @@ int kvc_gpu_unreserve(struct kvc_gpu *gpu, u8 *base, size_t bytes);
 int kvc_gpu_map(struct kvc_gpu *gpu, int fd, u8 *addr, size_t bytes);
 int kvc_gpu_unmap(struct kvc_gpu *gpu, u8 *addr, size_t bytes);
 
+/* ----------------------------------------------------------------------------- ledger.c
+ */
+
+int kvc_ledger_init(struct kvc_pool *pool);
+void kvc_hold(struct kvc_pool *pool, u32 pfn, u64 tag);
+void kvc_unhold(struct kvc_pool *pool, u32 pfn, u64 tag);
+void kvc_ledger_revoked(struct kvc_pool *pool, u32 pfn, u64 tag);
+void kvc_ledger_clear(struct kvc_pool *pool);
+void kvc_ledger_answered(const struct kvc_req *req);
+void kvc_ledger_freeing(const struct kvc_req *req);
+int kvc_ledger_leases(struct kvc *c, struct kvc_pool *pool,
+		      const struct kv_msg_leases *m);
+
 /* ------------------------------------------------------------------------------ alloc.c
  */
 
 void kvc_thread_exit(void *thread_serial);
+void kvc_mags_resume(struct kvc_link *link, const struct kvc_link *old);
 void kvc_mag_forget_pool_locked(struct kvc_pool *pool);
 int kvc_mag_drain(struct kvc_pool *pool, struct kvc_link *link, struct kv_grant *ret,
 		  u32 max);

@@ -199,6 +199,11 @@ int kvc_extents_removed_locked(struct kvc_pool *pool, const struct kv_msg_extent
 			e->serial = serial;
 			e->ack = true;
 			kv_store_release32(&e->state, KVC_EXTENT_UNACKED);
+		} else if (pool->c->link->resumed && e->serial == serial) {
+			/* Asked again by the next kvmd; it may not have heard us. */
+			e->ack = true;
+			if (e->state == KVC_EXTENT_NONE)
+				kv_store_release32(&e->state, KVC_EXTENT_UNACKED);
 		} else {
 			return kvc_fail(-EPROTO, "extent_removed: index %u serial %llu",
 					index, (unsigned long long)serial);
@@ -332,6 +337,8 @@ static int reserve(struct kvc_pool *pool)
 		return kvc_fail(-ENOMEM, "out of memory");
 	for (u32 i = 0; i < pool->nr_extents; i++)
 		pool->extents[i].fd = -1;
+	if (kvc_ledger_init(pool))
+		return -ENOMEM;
 	if (pool->gpu)
 		return kvc_gpu_reserve(pool->gpu, pool->va_bytes, &pool->base);
 	pool->base = mmap(NULL, pool->va_bytes, PROT_NONE,
@@ -440,6 +447,30 @@ static int send_open(struct kvc_pool *pool, struct kvc_link *link, u32 sequence,
 	return r;
 }
 
+/* On a session that was taken up, kvmd says what it knows: the pool is not used before. */
+static int leases_wait(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns)
+{
+	struct kvc_msg_in *in = pool->c->msg;
+	int r = 0;
+
+	free(pool->leases);
+	pool->leases = NULL;
+	pool->leases_due = true;
+	pool->c->attaching = pool;
+	while (!r && pool->leases_due) {
+		r = kvc_sock_recv_until(link->sock, in, deadline_ns);
+		if (r)
+			break;
+		r = kvc_msg_handle_locked(pool->c, in);
+		kvc_msg_close_fds(in);
+	}
+	pool->c->attaching = NULL;
+	if (!r)
+		return 0;
+	kvc_link_dead_locked(link, r);
+	return kvc_fail(r == -EPROTO ? r : -ECONNRESET, "leases: %s", strerror(-r));
+}
+
 /**
  * kvc_pool_attach_locked() - POOL_OPEN on a link, at first open and after a reconnect
  *
@@ -460,7 +491,8 @@ int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 dea
 		if (in->msg.type == KV_MSG_POOL_REPLY && in->msg.sequence == sequence) {
 			r = take_reply(pool, link, in);
 			kvc_msg_close_fds(in);
-			return r;
+			return !r && link->resumed ? leases_wait(pool, link, deadline_ns)
+						   : r;
 		}
 		/* the reply to an open that timed out may well be for the same pool */
 		if (in->msg.type != KV_MSG_POOL_REPLY)
@@ -480,6 +512,9 @@ void kvc_pool_free_memory(struct kvc_pool *pool)
 		return;
 	for (u32 i = 0; i < KV_ANNOUNCE_SLOTS; i++)
 		free(pool->stamps[i]);
+	free(pool->ledger);
+	free(pool->ledger_tags);
+	free(pool->leases);
 	free(pool->ret);
 	free(pool->mirror);
 	free(pool->mirror_block);

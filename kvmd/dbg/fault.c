@@ -159,6 +159,7 @@ int kvd_fault_arm_text(const char *text, char *error, size_t error_bytes)
 	bool set[KVD_FAULT_NR] = {false};
 	char copy[FAULT_TEXT_BYTES], *save = NULL, *word;
 	unsigned long long crash = 0;
+	bool crash_set = false;
 	size_t i;
 
 	if ((size_t)snprintf(copy, sizeof(copy), "%s", text) >= sizeof(copy)) {
@@ -170,8 +171,10 @@ int kvd_fault_arm_text(const char *text, char *error, size_t error_bytes)
 		struct kvd_fault_spec spec;
 		int end = 0;
 
-		if (sscanf(word, "crash=%llu%n", &crash, &end) == 1 && !word[end])
+		if (sscanf(word, "crash=%llu%n", &crash, &end) == 1 && !word[end]) {
+			crash_set = true;
 			continue;
+		}
 		if (parse_point(word, &i, &spec, error, error_bytes))
 			return -EINVAL;
 		specs[i] = spec;
@@ -180,7 +183,7 @@ int kvd_fault_arm_text(const char *text, char *error, size_t error_bytes)
 	for (i = 0; i < KVD_FAULT_NR; i++)
 		if (set[i])
 			kvd_fault_arm((enum kvd_fault_point)i, &specs[i]);
-	if (crash)
+	if (crash_set)
 		kvd_crash_left = crash;
 	return 0;
 }

@@ -68,7 +68,7 @@ void kvd_fault_arm(enum kvd_fault_point point, const struct kvd_fault_spec *spec
 /**
  * kvd_fault_arm_text() - arm from text
  * @text: "point[:key=value[,key=value]...][;point...]", keys as in struct kvd_fault_spec;
- *	"crash=N" as a point: die at the N-th kvd_crash_point() from now
+ *	"crash=N" as a point: die at the N-th kvd_crash_point() from now; 0: do not
  * @error: message that names point, key and value; @error_bytes room
  *
  * Return: 0; -EINVAL, and nothing was armed.

@@ -173,6 +173,7 @@ static int adopt_pools(struct kvd *kvd)
 
 	if (first && first <= KVD_POOLS_MAX)
 		r = adopt_pool(kvd, first);
+	kvd->kept.image->undo.valid = 0; /* used, or its pool is gone */
 	for (id = 1; id <= KVD_POOLS_MAX && !r; id++)
 		if (id != first)
 			r = adopt_pool(kvd, id);

@@ -503,6 +503,9 @@ void kvd_conn_tick(struct kvd *kvd)
 			kvd_conn_end(conn, -ETIMEDOUT, "no HELLO");
 		else if (conn->state == KVD_CONN_OPEN)
 			conn_check_dispatch(conn);
+		else if (conn->state == KVD_CONN_AWAY &&
+			 kv_load_acquire64(&conn->page->closed))
+			kvd_conn_end(conn, 0, "closed while kvmd was away");
 		kvd_conn_look_slots(conn);
 	}
 }

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "kvmd/backend/memfd.h"
@@ -129,10 +130,16 @@ static int refill(struct kvd *kvd)
 	return r;
 }
 
-/* The keeper says nothing by itself: readable means gone. */
+/* The keeper says nothing by itself, but the answer to a put wakes us as well. */
 static void keeper_ready(void *arg, u32 events)
 {
-	refill(arg);
+	struct kvd *kvd = arg;
+	char byte;
+
+	if (recv(kvd->kept.keep.fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
+	    errno == EAGAIN)
+		return;
+	refill(kvd);
 }
 
 static void watch_keeper(struct kvd *kvd)

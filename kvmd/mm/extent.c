@@ -223,17 +223,30 @@ static void extent_release(struct kvd_pool *pool, u32 index)
 	mm->ops->extent_gone(pool, index);
 }
 
+static u32 extent_poisoned(const struct kvd_pool *pool, u32 index)
+{
+	u32 first = index << pool->geo.shift, nr = 0;
+
+	if (!pool->nr[KVD_POISONED])
+		return 0;
+	for (u32 pfn = first; pfn < first + (1u << pool->geo.shift); pfn++)
+		nr += pool->frames[pfn].state == KVD_POISONED;
+	return nr;
+}
+
 int kvd_extent_shrink(struct kvd_pool *pool, u32 index)
 {
 	u32 first = index << pool->geo.shift, nr = 1u << pool->geo.shift;
 	struct kvd_extent *e = &pool->extents[index];
 
 	kv_assert(index < pool->nr_extents && e->state == KVD_EXTENT_LIVE);
-	if (e->nr_free != nr)
+	/* A poisoned page goes with its extent. */
+	if (e->nr_free != nr && e->nr_free + extent_poisoned(pool, index) != nr)
 		return KV_BUSY;
 	extent_note(pool, index, e->serial, KVD_EXTENT_DRAINING);
 	for (u32 pfn = first; pfn < first + nr; pfn++) {
-		kvd_freelist_del(pool, pfn);
+		if (pool->frames[pfn].state == KVD_FREE)
+			kvd_freelist_del(pool, pfn);
 		kvd_frame_set(pool, pfn, KVD_ABSENT, KVD_EV_EXTENT_REMOVED, 0);
 	}
 	e->state = KVD_EXTENT_DRAINING;

@@ -142,8 +142,7 @@ static bool frame_whole(const struct kvd_frame *f, u32 pfn)
 
 	if (!f->nr_events && !f->check)
 		return !memcmp(f, &zero, offsetof(struct kvd_frame, past));
-	return f->pfn == pfn && f->state < KVD_FRAME_STATES &&
-	       f->check == check_word(f);
+	return f->pfn == pfn && f->state < KVD_FRAME_STATES && f->check == check_word(f);
 }
 
 bool kvd_frame_restore(const struct kvd_undo *undo, struct kvd_pool *pool, u32 pfn)

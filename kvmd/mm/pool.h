@@ -230,10 +230,11 @@ static inline u32 kvd_pool_nr_free(const struct kvd_pool *pool)
 	return pool->nr[KVD_FREE];
 }
 
-/** kvd_pool_nr_used() - pages that are neither ABSENT nor FREE */
+/** kvd_pool_nr_used() - pages that are neither ABSENT nor FREE nor POISONED */
 static inline u32 kvd_pool_nr_used(const struct kvd_pool *pool)
 {
-	return pool->geo.nr_pages - pool->nr[KVD_ABSENT] - pool->nr[KVD_FREE];
+	return pool->geo.nr_pages - pool->nr[KVD_ABSENT] - pool->nr[KVD_FREE] -
+	       pool->nr[KVD_POISONED];
 }
 
 static inline u32 kvd_pool_extent_of(const struct kvd_pool *pool, u32 pfn)

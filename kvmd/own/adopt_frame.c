@@ -240,12 +240,12 @@ static void page_place(struct work *w, u32 pfn)
 	struct kvd_frame *f = &pool->frames[pfn];
 	u32 was = f->state, state;
 
+	if (untouched(f) && !is_bad(w, pfn) && !backed(pool, pfn)) {
+		kvd_frame_adopt(pool, pfn, KVD_ABSENT);
+		return;
+	}
 	kvd_frame_touch(pool, pfn);
 	if (untouched(f) && !is_bad(w, pfn)) {
-		if (!backed(pool, pfn)) {
-			kvd_frame_adopt(pool, pfn, KVD_ABSENT);
-			return;
-		}
 		w->ad->finished++; /* its extent came, its record not yet */
 		page_free(f, pfn);
 		state = KVD_FREE;

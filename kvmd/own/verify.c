@@ -125,6 +125,7 @@ static void verify_charges(struct kvd_core *core, struct kvd_findings *fs)
 			const struct kvd_frame *f = &pool->frames[pfn];
 
 			if (f->state != KVD_ABSENT && f->state != KVD_FREE &&
+			    f->state != KVD_POISONED &&
 			    f->tenant < KVD_TENANTS_MAX)
 				used[f->tenant] += pool->geo.stride_bytes;
 		}
