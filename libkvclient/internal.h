@@ -334,6 +334,7 @@ enum kvc_extent_state {
  * struct kvc_extent - one extent of a pool; changed under kvc.lock
  * @state: enum kvc_extent_state; read without lock (acquire)
  * @ack: removal was asked for by kvmd, which waits for UNMAPPED; else its link is gone
+ * @seen: named by a kvmd that took the session up again
  * @serial: of what is mapped
  * @fence: last step that had begun when removal was asked for
  * @fd: received, not mapped yet (mapping failed, or an older extent is still in use); -1
@@ -342,6 +343,7 @@ enum kvc_extent_state {
 struct kvc_extent {
 	u32 state;
 	bool ack;
+	bool seen;
 	int fd;
 	u64 serial;
 	u64 fence;
@@ -400,6 +402,7 @@ void kvc_pool_free_memory(struct kvc_pool *pool);
 int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns);
 int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in);
 int kvc_extents_removed_locked(struct kvc_pool *pool, const struct kv_msg_extents *m);
+void kvc_extents_sweep_locked(struct kvc_pool *pool);
 void kvc_extents_orphan_locked(struct kvc_pool *pool);
 void kvc_extents_run_locked(struct kvc_pool *pool);
 int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,

@@ -183,7 +183,7 @@ static void page_compare(struct surplus *s, u32 pfn)
 		page_lost(s->pool, pfn, mine, have);
 		nr = have;
 	}
-	for (u32 extra = have - nr; extra > 0; extra--) {
+	for (u32 extra = KV_MUTANT(keep_surplus) ? 0 : have - nr; extra > 0; extra--) {
 		s->refs[s->nr++] = (struct kv_page_ref){.pfn = pfn, .tag = kvmd->tag};
 		if (s->nr == KVC_FREE_SEND_MAX)
 			surplus_send(s);
@@ -201,6 +201,7 @@ static void compare(struct kvc_pool *pool)
 	free(pool->leases);
 	pool->leases = NULL;
 	pool->leases_due = false;
+	kvc_extents_sweep_locked(pool);
 }
 
 /**

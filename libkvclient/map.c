@@ -130,6 +130,23 @@ void kvc_extents_run_locked(struct kvc_pool *pool)
 			kv_store_relaxed32(&pool->c->deferred, 1);
 }
 
+/* It goes like a removed one when steps have retired, without UNMAPPED. */
+static void orphan(struct kvc_pool *pool, struct kvc_extent *e)
+{
+	e->ack = false;
+	e->fence = __atomic_load_n(&pool->c->step_number, __ATOMIC_SEQ_CST);
+	kv_store_release32(&e->state, KVC_EXTENT_REMOVING);
+}
+
+/** kvc_extents_sweep_locked() - kvmd has named all that it has: the rest is gone */
+void kvc_extents_sweep_locked(struct kvc_pool *pool)
+{
+	for (u32 i = 0; i < pool->nr_extents; i++)
+		if (pool->extents[i].state == KVC_EXTENT_MAPPED && !pool->extents[i].seen)
+			orphan(pool, &pool->extents[i]);
+	kvc_extents_run_locked(pool);
+}
+
 /**
  * kvc_extents_added_locked() - EXTENT_ADDED: map what is new
  * @in: the message; descriptors that are kept are replaced by -1
@@ -153,9 +170,13 @@ int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in)
 			return kvc_fail(-EPROTO, "extent_added.index=%u: pool has %u",
 					index, pool->nr_extents);
 		e = &pool->extents[index];
+		e->seen = true;
 		if (e->state == KVC_EXTENT_MAPPED && e->serial == m->extents[i].serial &&
 		    !KV_MUTANT(duplicate_is_new))
 			continue; /* a second descriptor of the same memory (cases O12) */
+		/* The pool was made anew: what is mapped is nobody's any more. */
+		if (e->state == KVC_EXTENT_MAPPED && pool->leases_due)
+			orphan(pool, e);
 		if (e->state == KVC_EXTENT_MAPPED ||
 		    (e->state != KVC_EXTENT_NONE && e->ack))
 			return kvc_fail(-EPROTO, "extent %u was reused before UNMAPPED",
@@ -455,6 +476,8 @@ static int leases_wait(struct kvc_pool *pool, struct kvc_link *link, u64 deadlin
 
 	free(pool->leases);
 	pool->leases = NULL;
+	for (u32 i = 0; i < pool->nr_extents; i++)
+		pool->extents[i].seen = false;
 	pool->leases_due = true;
 	pool->c->attaching = pool;
 	while (!r && pool->leases_due) {

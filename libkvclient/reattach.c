@@ -242,7 +242,8 @@ int kvc_call(struct kvc *c, struct kvc_req *req, u64 deadline_ns)
 			return r;
 		if (req->pool && req->pool->broken)
 			r = kvc_fail(-ESHUTDOWN, "the pool was lost when kvmd restarted");
-		else if (req->opcode == KV_OP_FREE && sent_in == link->session_serial)
+		else if (req->opcode == KV_OP_FREE && sent_in == link->session_serial &&
+			 !KV_MUTANT(free_sent_again))
 			r = 0;
 		else
 			r = call_on(link, req, deadline_ns, !sent_in);

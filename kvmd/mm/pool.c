@@ -156,6 +156,18 @@ static int pool_layout_copy(struct kvd_pool *pool, const struct kv_layout *layou
 	return 0;
 }
 
+/*
+ * A pool may be left out by an adopting kvmd for damage and made anew under the same id,
+ * while clients have its old extents mapped: serials differ by a number that every
+ * restart raises (generations start 2^32 further on).
+ */
+static u64 first_serial(const struct kvd_mm *mm)
+{
+	if (KV_MUTANT(serial_repeat))
+		return 0;
+	return (mm->gens.source->next >> 32 & 0xffffff) << 18;
+}
+
 int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
 		    struct kvd_pool **ret_pool)
 {
@@ -195,6 +207,7 @@ int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
 		goto free_extents;
 	pool_setup(pool);
 	pool->nr[KVD_ABSENT] = pool->geo.nr_pages;
+	pool->next_serial = first_serial(mm);
 	hdr_format(pool);
 	mm->pools[slot] = pool;
 	*ret_pool = pool;

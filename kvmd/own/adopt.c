@@ -118,6 +118,7 @@ void kvd_adopt_epochs(struct kvd_core *core)
 		kvd_crash_point();
 	}
 	kv_full_barrier(); /* pairs with kv_slot_announce() */
+	core->epochs_stored = true;
 }
 
 /* ------------------------------------------------------------------------ one pool */
@@ -211,6 +212,7 @@ int kvd_adopt_pool(struct kvd_core *core, const struct kvd_adopt_pool_params *p,
 	struct kvd_pool *pool;
 	int r = -EBADMSG;
 
+	kv_assert(core->epochs_stored);
 	if (domain_id >= 0 && domain_id < (int)KVD_DOMAINS_MAX)
 		domain = core->domains[domain_id];
 	if (domain || domain_id < 0)
@@ -251,7 +253,13 @@ void kvd_adopt_done(struct kvd_core *core)
 		struct kvd_image_session *is = &core->image->sessions[i];
 
 		s = is->state == KVD_IMAGE_FREE ? NULL : kvd_session_find(core, is->id);
-		if (!s || s->image != is)
+		if (!s || s->image != is) {
 			is->state = KVD_IMAGE_FREE;
+			continue;
+		}
+		for (u32 k = 0; k < KV_POOLS_MAX; k++) {
+			if (!s->attach[k].pool) /* the pool was left out */
+				is->pools[k] = 0;
+		}
 	}
 }

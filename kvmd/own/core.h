@@ -94,6 +94,7 @@ struct kvd_core_config {
  * @mm: memory half
  * @cfg: as given
  * @image: NULL: nothing outlives this process
+ * @epochs_stored: kvd_adopt_epochs() has run: tags may change
  * @domains: by id; NULL = unused; owned
  * @tenants: by index; owned
  * @sessions: struct kvd_session.node, LIVE and ENDED
@@ -108,6 +109,7 @@ struct kvd_core {
 	struct kvd_mm mm;
 	struct kvd_core_config cfg;
 	struct kvd_image *image;
+	bool epochs_stored;
 	struct kvd_domain *domains[KVD_DOMAINS_MAX];
 	struct kvd_tenant *tenants[KVD_TENANTS_MAX];
 	struct list_node sessions;
@@ -160,6 +162,16 @@ void kvd_stat(const struct kvd_session *s, const struct kvd_attach *a,
  * path. Return: findings (0 = clean), or -ENOMEM.
  */
 int kvd_audit(struct kvd_core *core, struct kvd_findings *fs);
+
+/**
+ * kvd_audit_quick() - what a sum over the pools can show: counters, lists, ledger
+ *
+ * After kvd_adopt_pool() nothing else can be wrong: it looked at every record itself, and
+ * index and references were made from the records.
+ *
+ * Return: findings.
+ */
+int kvd_audit_quick(struct kvd_core *core, struct kvd_findings *fs);
 
 /**
  * kvd_audit_slice() - check counters, and the records of the next @nr pages

@@ -14,7 +14,7 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-#include "kvmd/mm/page.h"
+#include "kvmd/own/image.h"
 
 static struct eng_private_kvmd kvmd;
 static const char *host_bytes = "256MiB";
@@ -523,6 +523,98 @@ KVT_TEST(damaged_records_cost_their_pages_and_are_counted)
 	ipc_stop(&kvmd);
 }
 
+/* A reference count that fits no record: the page is taken from its holders. */
+KVT_TEST(damaged_leases_cost_the_page)
+{
+	struct kv_grant pages[8];
+	struct kvc_pool *p1;
+	size_t bytes;
+	struct kvc *c1;
+	u16 *refs;
+
+	start();
+	c1 = ipc_connect(&kvmd);
+	p1 = ipc_pool(c1);
+	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, pages), 0);
+	refs = (u16 *)records_map("kvmd-leases", &bytes);
+	kill_kvmd();
+	refs[pages[1].pfn] ^= 1u << kvt_rand_below(16);
+	refs[pages[2].pfn + 100] ^= 1u; /* a page that nobody has */
+	again();
+	KVT_EXPECT_EQ(stat_of(p1).nr_active, 7);
+	KVT_EXPECT(log_has("damage 2 (0 poisoned)") || log_has("damage 1 (0 poisoned)"));
+	for (u32 i = 0; i < 8; i++)
+		KVT_EXPECT_EQ(passes(c1, p1, pages[i]), i != 1);
+	kvc_close(c1);
+	ipc_stop(&kvmd);
+}
+
+/* A pool whose head is damaged starts empty, and its memory is not the old one's. */
+KVT_TEST(damaged_head_costs_the_pool)
+{
+	struct kv_grant pages[8], other[8];
+	struct kvc_pool *p1, *p2;
+	struct kvc *c1, *c2;
+	size_t bytes;
+	u8 *map;
+
+	start();
+	c1 = ipc_connect(&kvmd);
+	p1 = ipc_pool(c1);
+	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, pages), 0);
+	fill(p1, pages[0].pfn, 1);
+	map = records_map("kvmd-frames", &bytes);
+	kill_kvmd();
+	map[16] ^= 4;
+	again();
+	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, other), 0);
+	KVT_EXPECT(!passes(c1, p1, pages[0]));
+	KVT_EXPECT(log_has("damage 1 "));
+	c2 = ipc_connect(&kvmd);
+	p2 = ipc_pool(c2);
+	/* what one writes into the new pool, another one reads there */
+	for (u32 i = 0; i < 8; i++)
+		fill(p1, other[i].pfn, 40 + i);
+	KVT_EXPECT_EQ(seal(p1, other, 8, 3), 0);
+	wait_findable(p2, 8, 3);
+	for (u32 i = 0; i < 8; i++)
+		KVT_EXPECT(filled(p2, other[i].pfn, 40 + i));
+	kvc_close(c1);
+	kvc_close(c2);
+	ipc_stop(&kvmd);
+}
+
+/* A session's entry that is damaged: that session is over, the others go on. */
+KVT_TEST(damaged_session_costs_the_session)
+{
+	struct kv_grant mine[8], theirs[8];
+	struct kvd_image *image;
+	struct kvc_pool *p1, *p2;
+	struct kvc *c1, *c2;
+	size_t bytes;
+
+	start();
+	c1 = ipc_connect(&kvmd);
+	c2 = ipc_connect(&kvmd);
+	p1 = ipc_pool(c1);
+	p2 = ipc_pool(c2);
+	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, mine), 0);
+	KVT_EXPECT_EQ(kvc_alloc(p2, 8, KV_GFP_NOWAIT, theirs), 0);
+	image = (struct kvd_image *)records_map("kvmd-image", &bytes);
+	kill_kvmd();
+	image->sessions[0].cookie[kvt_rand_below(16)] ^= 1;
+	again();
+	expect_within(stat_of(p2).nr_active == 8 && !stat_of(p2).nr_quarantine, 1000);
+	KVT_EXPECT(passes(c2, p2, theirs[7]));
+	stat_of(p1);
+	KVT_EXPECT(!passes(c1, p1, mine[7]));
+	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, mine), 0);
+	KVT_EXPECT(passes(c1, p1, mine[7]));
+	kvc_close(c1);
+	kvc_close(c2);
+	ipc_stop(&kvmd);
+}
+
 /* Tokens have no check word: one that is wrong fits no key. */
 KVT_TEST(damaged_tokens_are_a_miss)
 {
@@ -596,6 +688,31 @@ KVT_TEST(both_killed_is_a_cold_start)
 	KVT_EXPECT_EQ(stat_of(p1).nr_active, 8);
 	KVT_EXPECT(!passes(c1, p1, pages[0]));
 	KVT_EXPECT(passes(c1, p1, other[0]));
+	kvc_close(c1);
+	ipc_stop(&kvmd);
+}
+
+/* kvmctl upgrade: the same process executes the program again. */
+KVT_TEST(upgrade_keeps_everything)
+{
+	struct kv_grant pages[8];
+	struct kvc_info was, is;
+	struct kvc_pool *p1;
+	struct kvc *c1;
+
+	start();
+	c1 = ipc_connect(&kvmd);
+	p1 = ipc_pool(c1);
+	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, pages), 0);
+	fill(p1, pages[5].pfn, 5);
+	kvc_info(c1, &was);
+	free(ipc_admin(&kvmd, "{\"op\":\"upgrade\"}"));
+	expect_within(log_has("adopted 1 pools"), 2000);
+	KVT_EXPECT_EQ(stat_of(p1).nr_active, 8);
+	kvc_info(c1, &is);
+	KVT_EXPECT(is.session == was.session && is.table_epoch != was.table_epoch);
+	KVT_EXPECT(passes(c1, p1, pages[5]) && filled(p1, pages[5].pfn, 5));
+	KVT_EXPECT_EQ(waitpid(kvmd.pid, NULL, WNOHANG), 0);
 	kvc_close(c1);
 	ipc_stop(&kvmd);
 }
