@@ -207,7 +207,7 @@ check: deps
 	$(Q)$(MAKE) --no-print-directory check-run
 
 # Scripts that print TAP are tests like any other.
-SCRIPT_TESTS := tests/model/check.sh tools/check-layers tools/check-tour tests/e2e/demo.py
+SCRIPT_TESTS := tests/model/check.sh tools/check-layers tools/check-tour tools/check-safety tests/e2e/demo.py
 
 check-run: tests
 	$(Q)rm -rf $(O)/tap

@@ -106,7 +106,7 @@ static void remove_dir(const char *dir)
 static int spawn_kvmd(struct eng_private_kvmd *k, const char *path,
 		      const char *const *extra, int ready_fd)
 {
-	const char *argv[8 + EXTRA_ARGS_MAX];
+	const char *argv[9 + EXTRA_ARGS_MAX];
 	posix_spawn_file_actions_t actions;
 	posix_spawnattr_t attr;
 	sigset_t none;
@@ -120,6 +120,8 @@ static int spawn_kvmd(struct eng_private_kvmd *k, const char *path,
 	argv[n++] = "--die-with-parent";
 	argv[n++] = "--ready-fd";
 	argv[n++] = fd_text;
+	argv[n++] = "--backend";
+	argv[n++] = "host"; /* unless the caller names another one: the last counts */
 	for (int i = 0; extra && extra[i]; i++) {
 		if (i == EXTRA_ARGS_MAX)
 			return -E2BIG;

@@ -29,7 +29,8 @@ struct eng_private_kvmd {
 
 /**
  * eng_private_kvmd_start() - start a daemon and wait until it serves
- * @extra_args: more arguments for kvmd, NULL-terminated (at most 15); NULL = none
+ * @extra_args: more arguments for kvmd, NULL-terminated (at most 15); NULL = none. It
+ * serves host memory unless "--backend" is among them
  * @ret_kvmd: the daemon; eng_private_kvmd_stop() it
  * @ret_error: on failure, one line that says what went wrong; may be NULL
  * @error_bytes: room at @ret_error

@@ -190,7 +190,8 @@ KVC_API int kvc_alloc(struct kvc_pool *pool, uint32_t nr, uint32_t gfp,
  * @nr: how many
  *
  * Sent to kvmd in batches, and not before every step that was launched before this call has
- * retired. A page is never handed out again from here.
+ * retired. A page is never handed out again from here. A call with fewer than 64 pages sends the
+ * batch that it completes without waiting; what kvmd finds gone is then told by kvc_flush().
  *
  * Return: 0; -EINVAL a pfn out of range; KV_STALE a page was found already gone when its batch
  *	was sent by this call (the others are freed); -ENOMEM.

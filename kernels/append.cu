@@ -44,15 +44,19 @@ KVK_DEV u8 *append_slot(const struct append_params &p, u32 t, u32 *ret_slot)
 	const struct kvk_batch &b = p.a.batch;
 	const u32 r = dev_request_of(b, t);
 	struct kv_row row;
+	u32 first;
+	bool ok;
 	s64 pos;
 	u8 *page;
 
-	if (r >= b.nr_requests || !dev_request_ok(b, r, p.off))
+	if (r >= b.nr_requests)
 		return NULL;
 	pos = (s64)b.lengths[r] - b.q_start[r + 1] + t;
-	if (pos < 0)
+	first = b.row_start[r];
+	ok = dev_request_ok(b, r, p.off);
+	if (!ok || pos < 0)
 		return NULL;
-	row = b.rows[b.row_start[r] + pos / KV_PAGE_TOKENS];
+	row = b.rows[first + pos / KV_PAGE_TOKENS];
 	if (!(row.flags & KV_ROW_WRITE) && !(p.off & DEV_NO_WRITE_FLAG))
 		return NULL;
 	page = dev_page(p.a.pages, row, p.off);

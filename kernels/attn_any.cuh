@@ -144,6 +144,27 @@ template <class T> KVK_DEV void any_merge(T *acc, T m_own, T *sum_io, uint32_t d
 	*sum_io = sum;
 }
 
+/* q . k of one position, in every lane. */
+template <class T>
+KVK_DEV T any_score(const struct any_pos &p, uint32_t dtype, const T *q, uint32_t d0,
+		    uint32_t d1)
+{
+	const uint32_t lane = threadIdx.x & 31;
+	T s = 0;
+
+	for (uint32_t i = 0; i < ANY_PER; i++) {
+		uint32_t d = lane + 32 * i;
+
+		if (d < d0)
+			s += q[i] * (T)any_value(p.k0, dtype, d) * (T)p.s0;
+		else if (d < d0 + d1)
+			s += q[i] * (T)any_value(p.k1, dtype, d - d0) * (T)p.s1;
+	}
+	for (int o = 16; o > 0; o >>= 1)
+		s += __shfl_xor_sync(~0u, s, o);
+	return s;
+}
+
 template <class T>
 __global__ void attn_any_kernel(const __grid_constant__ struct any_args a)
 {
@@ -182,19 +203,9 @@ __global__ void attn_any_kernel(const __grid_constant__ struct any_args a)
 	for (uint32_t pos = warp; ok && pos < seen; pos += ANY_WARPS) {
 		struct any_pos p = any_locate(a, row0 + pos / l->page_tokens,
 					      pos % l->page_tokens, kv_head);
-		T s = 0, mn, ca, e;
+		T s, mn, ca, e;
 
-		for (uint32_t i = 0; i < ANY_PER; i++) {
-			uint32_t d = lane + 32 * i;
-
-			if (d < d0)
-				s += q[i] * (T)any_value(p.k0, l->dtype, d) * (T)p.s0;
-			else if (d < d0 + d1)
-				s += q[i] * (T)any_value(p.k1, l->dtype, d - d0) *
-				     (T)p.s1;
-		}
-		for (int o = 16; o > 0; o >>= 1)
-			s += __shfl_xor_sync(~0u, s, o);
+		s = any_score<T>(p, l->dtype, q, d0, d1);
 		s *= (T)a.sm_scale;
 		mn = s > m ? s : m;
 		mn = s != s ? s : mn;

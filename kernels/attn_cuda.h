@@ -27,7 +27,7 @@ int kvk_attn_prefill_cuda(const struct kvk_attn_args *a, kvk_stream stream);
 int kvk_page_move_cuda(const struct kvk_move_args *a, kvk_stream stream);
 size_t kvk_attn_workspace_cuda(const struct kvk_attn_args *a);
 
-/* Any shape, slowly: one warp per query row, f32. What the fast kernels do not build. */
+/* Any shape, slowly: one CTA per query row, f32. What the fast kernels do not build. */
 int kvk_attn_any_cuda(const struct kvk_attn_args *a, kvk_stream stream);
 
 /* Bench only: stream the pages through the same ring and do no arithmetic. */

@@ -309,9 +309,7 @@ int plan_params(const struct kvk_attn_args *a, struct attn_params *ret_p)
 	/* measured: more on their way than this and DRAM loses rows */
 	p.flight = a->flags >> 16 & 15;
 	if (!p.flight)
-		p.flight = l->kind == KV_LAYOUT_MLA    ? 3
-			   : l->dtype == KV_DTYPE_E4M3 ? 6
-						       : 4;
+		p.flight = l->kind == KV_LAYOUT_MLA ? 3 : 4;
 	p.act_f32 = a->act_dtype == KVK_F32;
 	p.token_scales = l->scale_kind == KV_SCALE_TOKEN;
 	if (l->scale_kind == KV_SCALE_STATIC)

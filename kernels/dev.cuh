@@ -28,6 +28,9 @@
 #ifdef __CUDACC__
 #define DEV_LAUNCH(kernel, grid, block, stream, args) \
 	kernel<<<(grid), (block), 0, (cudaStream_t)(stream)>>>(args)
+#define DEV_LAUNCH_SHARED(kernel, grid, block, bytes, stream, args) \
+	kernel<<<(grid), (block), (bytes), (cudaStream_t)(stream)>>>(args)
+#define DEV_DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
 #endif
 
 /* 0, or -EIO when the launch before it failed. */
@@ -75,14 +78,14 @@ static inline bool dev_pages_aligned(const struct kvk_pages *p)
  */
 KVK_DEV bool dev_request_ok(const struct kvk_batch &b, u32 r, u32 off)
 {
+	/* all loads first: they are on their way together */
 	const u32 first = b.row_start[r], end = b.row_start[r + 1];
-	const u32 nr_rows = end - first;
+	const u32 length = b.lengths ? b.lengths[r] : 0, nr_rows = end - first;
+	const struct kv_verdict v = b.verdicts[r];
+	const bool passed = kv_verdict_ok(v, *b.step, nr_rows);
 
-	if (end < first)
-		return false;
-	if (!kv_verdict_ok(b.verdicts[r], *b.step, nr_rows) && !(off & DEV_NO_VERDICT))
-		return false;
-	return !b.lengths || b.lengths[r] <= (u64)nr_rows * KV_PAGE_TOKENS;
+	return end >= first && (passed || (off & DEV_NO_VERDICT)) &&
+	       length <= (u64)nr_rows * KV_PAGE_TOKENS;
 }
 
 /* Start of the page of a row; NULL: the row is outside the pool. */
@@ -98,11 +101,18 @@ KVK_DEV u32 dev_request_of(const struct kvk_batch &b, u32 t)
 {
 	u32 nr = 0;
 
-	for (u32 i = 0; i < b.nr_requests; i += 32) {
-		u32 r = i + threadIdx.x % 32;
-		bool before = r < b.nr_requests && b.q_start[r + 1] <= t;
+	for (u32 i = 0; i < b.nr_requests; i += 256) {
+		u32 end[8];
 
-		nr += (u32)__popc(__ballot_sync(~0u, before));
+#pragma unroll
+		for (u32 k = 0; k < 8; k++) {
+			u32 r = i + k * 32 + threadIdx.x % 32;
+
+			end[k] = r < b.nr_requests ? b.q_start[r + 1] : ~0u;
+		}
+#pragma unroll
+		for (u32 k = 0; k < 8; k++)
+			nr += (u32)__popc(__ballot_sync(~0u, end[k] <= t));
 	}
 	return nr;
 }

@@ -27,11 +27,10 @@ __device__ __forceinline__ struct rows_w linear_w(const struct kvk_linear_args &
 	w.cols = m.cols;
 	w.group = m.group;
 	w.scale_f16 = m.scale_dtype == KVK_F16;
-	for (int r = 0; r < 2; r++, row += 8) {
-		uint64_t at = (uint64_t)batch * m.rows + row;
+	for (int r = 0; r < 2; r++) {
+		const uint32_t my = min(row + 8 * r, m.rows - 1);
+		uint64_t at = (uint64_t)batch * m.rows + my;
 
-		if (row >= m.rows)
-			continue;
 		if (DTYPE == KVK_INT4) {
 			w.row[r] = (const uint8_t *)m.data + at * m.cols / 2;
 			w.scale[r] =
@@ -42,7 +41,7 @@ __device__ __forceinline__ struct rows_w linear_w(const struct kvk_linear_args &
 
 			w.row[r] = (const uint8_t *)m.data + at * m.cols;
 			w.scale[r] = (const uint8_t *)m.scales +
-				     (batch * blocks + row / KVK_FP8_BLOCK) * wide * 4;
+				     (batch * blocks + my / KVK_FP8_BLOCK) * wide * 4;
 		} else {
 			w.row[r] = (const uint8_t *)m.data +
 				   at * m.cols * (DTYPE == KVK_F32 ? 4 : 2);
@@ -80,18 +79,17 @@ __global__ void __launch_bounds__(256) linear_kernel(const struct linear_rows l)
 	const uint32_t row = blockIdx.x * 16 + g, tok0 = blockIdx.y * 8 * NT,
 		       batch = blockIdx.z;
 	const struct rows_w w = linear_w<DTYPE>(l.a, row, batch);
-	const X *x[NT];
+	struct rows_x<X> x[NT] = {
+	};
 	float acc[NT][4];
 
 	ptx_grid_launch();
 	ptx_grid_wait();
 #pragma unroll
 	for (int nt = 0; nt < NT; nt++) {
-		uint32_t tok = tok0 + nt * 8 + g;
+		uint32_t tok = min(tok0 + nt * 8 + g, l.a.nr_tokens - 1);
 
-		x[nt] = tok < l.a.nr_tokens ? (const X *)l.a.x + tok * l.x_stride +
-						      (uint64_t)batch * w.cols
-					    : NULL;
+		x[nt].x = (const X *)l.a.x + tok * l.x_stride + (uint64_t)batch * w.cols;
 	}
 	rows_dot<DTYPE, X, NT>(acc, w, x);
 	rows_reduce<NT>(acc, red);

@@ -184,7 +184,10 @@ static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layou
 	k.nr_tokens = a->nr_tokens;
 	k.top_k = a->top_k;
 	k.nr_experts = a->experts.nr_experts;
-	k.sum_chunks = (a->nr_tokens + MOE_SUM_TOKS - 1) / MOE_SUM_TOKS;
+	/* about two SUM units for each of 132 SMs, none too long at the end */
+	k.sum_toks = (a->nr_tokens * l->rblocks2 + 263) / 264;
+	k.sum_toks = k.sum_toks < 8 ? k.sum_toks : 8;
+	k.sum_chunks = (a->nr_tokens + k.sum_toks - 1) / k.sum_toks;
 	k.scale_f16 = a->experts.scale_dtype == KVK_F16;
 	k.accumulate = a->accumulate;
 	return k;

@@ -7,7 +7,7 @@
  *
  *	FIRST	(token tile, row block) of h = silu(W1 x) * (W3 x)
  *	SECOND	(token tile, row block) of out[slot] = W2 h; waits for the tile's FIRST
- *units SUM	(row block, 16 tokens) of y = sum_k weight * out; waits for the block's
+ *units SUM	(row block, a few tokens) of y = sum_k weight * out; waits for the block's
  *SECONDs
  *
  * A unit waits only for units claimed before it, and those never wait for later ones: no
@@ -35,22 +35,18 @@
 #define MOE_GROUP     8u /* consumer warps of a group */
 #define MOE_CONSUMERS 16u
 #define MOE_THREADS   640u
-#define MOE_QUEUE     8u  /* units the feeders may be ahead */
-#define MOE_SUM_TOKS  16u /* tokens of a SUM unit */
+#define MOE_QUEUE     8u /* units the feeders may be ahead */
 #define MOE_SMEM      (226u * 1024u)
 #define MOE_INLINE    256u    /* slots that every CTA sorts for itself */
 #define MOE_H_BRICK   272u    /* 128 f16 and their f32 scale, padded */
 #define MOE_H_HIGH    0.0625f /* columns whose nibble is taken as 16 q */
 #define MOE_REGS_USE  104     /* what group 0 and 1 gain, the feeding warps give up */
 #define MOE_REGS_FEED 56
-#ifndef MOE_OFFSET_NT
-#define MOE_OFFSET_NT 1 /* up to so many token tiles the offset is a product of its own */
-#endif
-
-enum moe_unit_type { MOE_FIRST, MOE_SECOND, MOE_SUM, MOE_END };
 
 static_assert((MOE_REGS_USE - 96) * 512 <= (96 - MOE_REGS_FEED) * 128,
 	      "the CTA's register pool is 96 per thread");
+
+enum moe_unit_type { MOE_FIRST, MOE_SECOND, MOE_SUM, MOE_END };
 
 /* How a product reads its tokens: x bf16; h f16 with block scales; h f32 */
 enum moe_mode { MOE_X, MOE_H16, MOE_H32 };
@@ -89,6 +85,7 @@ struct moe_i4 {
 	uint32_t nr_tokens;
 	uint32_t top_k;
 	uint32_t nr_experts;
+	uint32_t sum_toks;   /* tokens of a SUM unit */
 	uint32_t sum_chunks; /* SUM units of a row block */
 	uint32_t scale_f16;
 	uint32_t accumulate;
@@ -140,7 +137,9 @@ template <int NTMAX, int WK, int G> struct moe_shape {
 	static constexpr uint32_t BRICK = KVK_BRICK_NIBBLES + 64u * (KVK_BRICK_COLS / G);
 	static constexpr uint32_t STAGE = 8u * BRICK;
 	/* bricks of columns in a chunk of the token ring */
-	static constexpr uint32_t XC1 = NTMAX == 1 ? 8 : 4;
+	static constexpr uint32_t XC1 = WK > 1 ? 8 : NTMAX == 1 ? 6 : 4;
+	/* the weights' offset as a product of its own: pays for very few tokens */
+	static constexpr bool OFFSET = NTMAX <= 2;
 	static constexpr uint32_t XC2 = WK > 1 ? 2 : XC1;
 	static constexpr enum moe_mode MODE2 = WK > 1 ? MOE_H32 : MOE_H16;
 	static constexpr uint32_t H_STEP = WK > 1 ? 512u : MOE_H_BRICK;

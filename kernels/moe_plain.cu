@@ -3,10 +3,11 @@
  * moe_plain.cu - routed experts with weights in their standard order: FP8 block scales, BF16,
  * F32.
  *
- * Four kernels: plan (sort by expert, moe_plan.cu), first product with SwiGLU, second
+ * Kernels: plan (sort by expert, moe_plan.cu), first product with SwiGLU, second
  * product, sum over slots in order. The products are moe_rows.cuh's: 16 rows a CTA, the
  * first product pairs 8 gate rows with the 8 up rows of the same columns. h and the slots'
- * results are f32; E4M3 rounds x and h to e4m3 per token and 128 columns on the way in.
+ * results are f32. E4M3: two small kernels round x and h to e4m3 per token and 128 columns
+ * first.
  */
 #include <errno.h>
 #include "moe_cuda.h"
@@ -22,12 +23,14 @@ struct plain {
 	const uint2 *tiles;   /* expert | tokens << 16, first position in list */
 	const uint32_t *list; /* slots sorted by expert */
 	float *h;	      /* [slot][inter] */
+	uint8_t *xq, *hq;     /* E4M3: codes of x [token][hidden] and h [slot][inter] */
+	float *xs, *hs;	      /* and their scales, one per 128 */
 	float *out;	      /* [slot][hidden] */
 };
 
 /* struct plain_layout - offsets in the workspace */
 struct plain_layout {
-	size_t tiles, list, h, out, bytes;
+	size_t tiles, list, h, out, xq, xs, hq, hs, bytes;
 	uint32_t nt, tiles_max;
 };
 
@@ -42,9 +45,25 @@ static struct plain_layout plain_layout_make(const struct kvk_moe_args *a)
 	l.list = ALIGN_UP(l.tiles + (size_t)l.tiles_max * 8);
 	l.h = ALIGN_UP(l.list + (size_t)slots * 4);
 	l.out = ALIGN_UP(l.h + (size_t)slots * a->experts.inter * 4);
-	l.bytes = ALIGN_UP(l.out + (size_t)slots * a->experts.hidden * 4);
+	l.xq = l.xs = l.hq = l.hs = l.bytes =
+		ALIGN_UP(l.out + (size_t)slots * a->experts.hidden * 4);
+	if (a->experts.dtype != KVK_E4M3)
+		return l;
+	l.xs = ALIGN_UP(l.xq + (size_t)a->nr_tokens * a->experts.hidden);
+	l.hq = ALIGN_UP(l.xs +
+			(size_t)a->nr_tokens * kvk_fp8_blocks(a->experts.hidden) * 4);
+	l.hs = ALIGN_UP(l.hq + (size_t)slots * a->experts.inter);
+	l.bytes = ALIGN_UP(l.hs + (size_t)slots * kvk_fp8_blocks(a->experts.inter) * 4);
 	return l;
 }
+
+/* What a product reads: e4m3 codes, or T as it is */
+template <uint32_t DTYPE, typename T> struct plain_x {
+	using type = T;
+};
+template <typename T> struct plain_x<KVK_E4M3, T> {
+	using type = uint8_t;
+};
 
 template <uint32_t DTYPE> __device__ __forceinline__ uint64_t weight_bytes(uint64_t n)
 {
@@ -73,6 +92,39 @@ __device__ __forceinline__ struct rows_w plain_w(const void *data, const void *s
 	return w;
 }
 
+/* Codes and scales of 128 columns of a row; a warp each. grid: (blocks / 8, rows) */
+template <typename X>
+__global__ void __launch_bounds__(256)
+	plain_round(const X *x, uint32_t cols, uint8_t *codes, float *scales)
+{
+	const uint32_t block = blockIdx.x * 8 + threadIdx.x / 32,
+		       blocks = kvk_fp8_blocks(cols);
+	const uint32_t k = block * KVK_FP8_BLOCK + threadIdx.x % 32 * 4;
+	const uint64_t row = blockIdx.y;
+	float v[4] = {}, scale;
+	uint32_t top = 0, out = 0;
+
+	if (block >= blocks)
+		return;
+	for (uint32_t i = 0; i < 4 && k < cols; i++) {
+		if constexpr (sizeof(X) == 4)
+			v[i] = x[row * cols + k + i];
+		else
+			v[i] = kvk_bf16_to_f32(x[row * cols + k + i]);
+		uint32_t a = __float_as_uint(v[i]) & 0x7fffffffu;
+
+		top = max(top, a > 0x7f800000u ? 0u : a);
+	}
+	top = __reduce_max_sync(~0u, top);
+	scale = kvk_fp8_act_scale(__uint_as_float(top));
+	for (uint32_t i = 0; i < 4; i++)
+		out |= (uint32_t)kvk_e4m3_encode(__fdiv_rn(v[i], scale)) << (8 * i);
+	if (k < cols)
+		*(uint32_t *)(codes + row * cols + k) = out;
+	if (threadIdx.x % 32 == 0)
+		scales[row * blocks + block] = scale;
+}
+
 /* grid: (inter / 8, tiles) */
 template <uint32_t DTYPE, int NT>
 __global__ void __launch_bounds__(256) plain_first(const struct plain p)
@@ -81,7 +133,8 @@ __global__ void __launch_bounds__(256) plain_first(const struct plain p)
 	const struct kvk_experts &e = p.a.experts;
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 	const uint32_t j = blockIdx.x * 8 + g;
-	const uint16_t *x[NT];
+	using X = typename plain_x<DTYPE, uint16_t>::type;
+	struct rows_x<X> x[NT];
 	float acc[NT][4];
 
 	if (blockIdx.y >= *p.nr_tiles)
@@ -93,13 +146,13 @@ __global__ void __launch_bounds__(256) plain_first(const struct plain p)
 					 e.inter + min(j, e.inter - 1));
 
 #pragma unroll
-	for (int nt = 0; nt < NT; nt++)
-		x[nt] = nt * 8u + g < n ? (const uint16_t *)p.a.x +
-						  (uint64_t)(p.list[tile.y + nt * 8 + g] /
-							     p.a.top_k) *
-							  e.hidden
-					: NULL;
-	rows_dot<DTYPE, uint16_t, NT>(acc, w, x);
+	for (int nt = 0; nt < NT; nt++) {
+		uint64_t tok = p.list[tile.y + min(nt * 8u + g, n - 1)] / p.a.top_k;
+
+		x[nt].x = (const X *)(DTYPE == KVK_E4M3 ? p.xq : p.a.x) + tok * e.hidden;
+		x[nt].scale = p.xs + tok * kvk_fp8_blocks(e.hidden);
+	}
+	rows_dot<DTYPE, X, NT>(acc, w, x);
 	rows_reduce<NT>(acc, red);
 #pragma unroll
 	for (int i = 0; i < 2 * NT; i++) {
@@ -121,7 +174,8 @@ __global__ void __launch_bounds__(256) plain_second(const struct plain p)
 	const struct kvk_experts &e = p.a.experts;
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 	const uint32_t row = blockIdx.x * 16 + g;
-	const float *x[NT];
+	using X = typename plain_x<DTYPE, float>::type;
+	struct rows_x<X> x[NT];
 	float acc[NT][4];
 
 	if (blockIdx.y >= *p.nr_tiles)
@@ -133,11 +187,14 @@ __global__ void __launch_bounds__(256) plain_second(const struct plain p)
 			       min(row, e.hidden - 1), min(row + 8, e.hidden - 1));
 
 #pragma unroll
-	for (int nt = 0; nt < NT; nt++)
-		x[nt] = nt * 8u + g < n
-				? p.h + (uint64_t)p.list[tile.y + nt * 8 + g] * e.inter
-				: NULL;
-	rows_dot<DTYPE, float, NT>(acc, w, x);
+	for (int nt = 0; nt < NT; nt++) {
+		uint64_t slot = p.list[tile.y + min(nt * 8u + g, n - 1)];
+
+		x[nt].x = (const X *)(DTYPE == KVK_E4M3 ? (const void *)p.hq : p.h) +
+			  slot * e.inter;
+		x[nt].scale = p.hs + slot * kvk_fp8_blocks(e.inter);
+	}
+	rows_dot<DTYPE, X, NT>(acc, w, x);
 	rows_reduce<NT>(acc, red);
 #pragma unroll
 	for (int i = 0; i < 4 * NT; i++) {
@@ -174,8 +231,23 @@ template <uint32_t DTYPE, int NT>
 static void plain_launch(const struct plain &p, uint32_t tiles, cudaStream_t stream)
 {
 	const struct kvk_experts &e = p.a.experts;
+	const uint32_t slots = p.a.nr_tokens * p.a.top_k;
 
+	if (DTYPE == KVK_E4M3)
+		plain_round<<<dim3((kvk_fp8_blocks(e.hidden) + 7) / 8, p.a.nr_tokens),
+			      256, 0, stream>>>((const uint16_t *)p.a.x, e.hidden, p.xq,
+						p.xs);
 	plain_first<DTYPE, NT><<<dim3((e.inter + 7) / 8, tiles), 256, 0, stream>>>(p);
+	if (DTYPE == KVK_E4M3)
+		for (uint32_t at = 0, n; at < slots; at += n) {
+			n = slots - at < 65535 ? slots - at : 65535;
+			plain_round<<<dim3((kvk_fp8_blocks(e.inter) + 7) / 8, n), 256, 0,
+				      stream>>>((const float *)p.h + (size_t)at * e.inter,
+						e.inter, p.hq + (size_t)at * e.inter,
+						p.hs + (size_t)at *
+								kvk_fp8_blocks(e.inter));
+		}
+
 	plain_second<DTYPE, NT><<<dim3((e.hidden + 15) / 16, tiles), 256, 0, stream>>>(p);
 	plain_sum<<<dim3((e.hidden + 255) / 256, p.a.nr_tokens), 256, 0, stream>>>(p);
 }
@@ -207,6 +279,10 @@ static int plain_run(const struct kvk_moe_args *a, kvk_stream stream)
 	p.list = plan.list;
 	p.h = (float *)(ws + l.h);
 	p.out = (float *)(ws + l.out);
+	p.xq = ws + l.xq;
+	p.xs = (float *)(ws + l.xs);
+	p.hq = ws + l.hq;
+	p.hs = (float *)(ws + l.hs);
 	if (l.nt == 4)
 		plain_launch<DTYPE, 4>(p, l.tiles_max, (cudaStream_t)stream);
 	else

@@ -45,26 +45,34 @@ __device__ __forceinline__ uint64_t block_scan(struct plan_shared &sh, uint64_t 
 	return before + sum - v;
 }
 
-/* Count (place = false) or place the warp's run of slots. */
+/* Count (place = false) or place the warp's run of slots. Ids are read eight ahead. */
 __device__ __forceinline__ void plan_walk(const struct moe_plan &p,
 					  struct plan_shared &sh, uint32_t from,
 					  uint32_t to, bool place)
 {
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-	for (uint32_t i = from; i < to; i += 32) {
-		bool in = i + lane < to;
-		uint32_t id = in ? plan_id(p, i + lane) : ~0u;
-		uint32_t same = __match_any_sync(~0u, id),
-			 rank = __popc(same & ((1u << lane) - 1));
-		uint32_t base = in ? sh.count[warp][id] : 0;
+	for (uint32_t i = from; i < to; i += 32 * 8) {
+		uint32_t ids[8];
 
-		__syncwarp();
-		if (in && place)
-			p.list[sh.first[id] + base + rank] = i + lane;
-		if (in && rank == 0)
-			sh.count[warp][id] = (uint16_t)(base + __popc(same));
-		__syncwarp();
+#pragma unroll
+		for (uint32_t j = 0; j < 8; j++)
+			ids[j] = i + 32 * j + lane < to ? plan_id(p, i + 32 * j + lane)
+							: ~0u;
+#pragma unroll
+		for (uint32_t j = 0; j < 8; j++) {
+			const uint32_t id = ids[j], slot = i + 32 * j + lane;
+			uint32_t same = __match_any_sync(~0u, id);
+			uint32_t rank = __popc(same & ((1u << lane) - 1));
+			uint32_t base = slot < to ? sh.count[warp][id] : 0;
+
+			__syncwarp();
+			if (slot < to && place)
+				p.list[sh.first[id] + base + rank] = slot;
+			if (slot < to && rank == 0)
+				sh.count[warp][id] = (uint16_t)(base + __popc(same));
+			__syncwarp();
+		}
 	}
 }
 

@@ -19,12 +19,13 @@
 #include "int4.h"
 #include "kernels.h"
 #include "moe_ptx.cuh"
+#include "quant.cuh"
 
 #define ROWS_WARPS 8u
 #define ROWS_BLOCK 128u /* columns */
 
-/* struct rows_w - two rows of a matrix as a lane sees them; NULL = a row that is not
- * there */
+/* struct rows_w - two rows of a matrix as a lane sees them; rows that are not there are
+ * somebody else's, their results are thrown away */
 struct rows_w {
 	const uint8_t *row[2];
 	const uint8_t *scale[2]; /* INT4: row's scales; E4M3: f32 of the row's block */
@@ -59,20 +60,16 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t two)
 	return d;
 }
 
-/* Columns k .. k + 7 of a row; zero beyond the end. */
-template <uint32_t DTYPE>
+/* Columns k .. k + 7 of a row; zero beyond the end (INT4's zero is 8). */
+template <uint32_t DTYPE, bool FULL>
 __device__ __forceinline__ void load_row(const struct rows_w &w, int r, uint32_t k,
 					 uint4 (&v)[2])
 {
 	const uint8_t *p = w.row[r];
 
-	v[0] = v[1] = make_uint4(0, 0, 0, 0);
-	if (!p || k >= w.cols) {
-		if (DTYPE == KVK_INT4)
-			v[0].x = 0x88888888u;
-		return;
-	}
-	if (DTYPE == KVK_BF16) {
+	if (!FULL && k >= w.cols) {
+		v[0] = v[1] = make_uint4(DTYPE == KVK_INT4 ? 0x88888888u : 0u, 0, 0, 0);
+	} else if (DTYPE == KVK_BF16) {
 		v[0] = __ldcs((const uint4 *)(p + k * 2));
 	} else if (DTYPE == KVK_F32) {
 		v[0] = __ldcs((const uint4 *)(p + k * 4));
@@ -116,12 +113,12 @@ __device__ __forceinline__ void put_row(struct rows_a &a, int r, const uint4 (&v
 	}
 }
 
-/* Eight activations of a token; zeros for a token that is not there. */
+/* Eight activations of a token; zeros beyond the end. */
 template <typename X>
 __device__ __forceinline__ void load_x(const X *x, uint32_t k, uint32_t cols,
 				       float (&v)[8])
 {
-	if (!x || k >= cols) {
+	if (k >= cols) {
 #pragma unroll
 		for (int i = 0; i < 8; i++)
 			v[i] = 0.0f;
@@ -150,6 +147,32 @@ __device__ __forceinline__ uint32_t e4m3_two(float lo, float hi)
 	return e4m3_pair(d);
 }
 
+/* struct rows_x - a token's activations; @scale: of codes (X is uint8_t), one per 128 */
+template <typename X> struct rows_x {
+	const X *x;
+	const float *scale;
+};
+
+/* B operands of 128 columns that are e4m3 codes already. */
+__device__ __forceinline__ void load_codes(const struct rows_x<uint8_t> &x, uint32_t k,
+					   uint32_t cols, struct rows_b (&b)[4],
+					   float &scale)
+{
+	const uint32_t t = threadIdx.x % 4;
+
+	scale = x.scale[k / ROWS_BLOCK];
+#pragma unroll
+	for (int j = 0; j < 4; j++) {
+		uint32_t at = k + j * 32 + t * 8;
+		uint2 v = at < cols ? *(const uint2 *)(x.x + at) : make_uint2(0, 0);
+
+		b[j].hi[0] = e4m3_pair(v.x);
+		b[j].hi[1] = e4m3_pair(v.x >> 16);
+		b[j].hi[2] = e4m3_pair(v.y);
+		b[j].hi[3] = e4m3_pair(v.y >> 16);
+	}
+}
+
 /* B operands of a token's 128 columns. E4M3: rounded, with their scale. */
 template <uint32_t DTYPE, typename X>
 __device__ __forceinline__ void load_b(const X *x, uint32_t k, uint32_t cols,
@@ -173,6 +196,11 @@ __device__ __forceinline__ void load_b(const X *x, uint32_t k, uint32_t cols,
 		top = max(top, __shfl_xor_sync(~0u, top, 1));
 		top = max(top, __shfl_xor_sync(~0u, top, 2));
 		scale = kvk_fp8_act_scale(__uint_as_float(top));
+		const struct kvk_quant q = kvk_quant_make(scale);
+
+#pragma unroll
+		for (int j = 0; j < 4; j++)
+			kvk_quant_div(v[j], q);
 	}
 #pragma unroll
 	for (int i = 0; i < 16; i++) {
@@ -180,8 +208,7 @@ __device__ __forceinline__ void load_b(const X *x, uint32_t k, uint32_t cols,
 		struct rows_b &d = b[i / 4];
 
 		if (DTYPE == KVK_E4M3)
-			d.hi[i % 4] =
-				e4m3_two(__fdiv_rn(lo, scale), __fdiv_rn(hi, scale));
+			d.hi[i % 4] = e4m3_two(lo, hi);
 		else if (sizeof(X) == 4)
 			split_pair(lo, hi, d.hi[i % 4], d.lo[i % 4]);
 		else
@@ -218,7 +245,7 @@ __device__ __forceinline__ void rows_scale(float (&acc)[4], const float (&c)[4],
 
 #pragma unroll
 	for (int r = 0; r < 2; r++) {
-		if (!w.row[r] || k >= w.cols)
+		if (k >= w.cols)
 			continue;
 		if (DTYPE == KVK_E4M3)
 			s[r] = ((const float *)w.scale[r])[k / ROWS_BLOCK];
@@ -236,50 +263,79 @@ __device__ __forceinline__ void rows_scale(float (&acc)[4], const float (&c)[4],
 	acc[3] += s[1] * x1 * c[3];
 }
 
-/* The warp's share of 16 rows x 8 NT tokens. @x: token g of each n tile, or NULL. */
+/* Columns k .. k + 127 of 16 rows, as loaded, times 8 NT tokens. */
+template <uint32_t DTYPE, typename X, int NT>
+__device__ __forceinline__ void rows_block(float (&acc)[NT][4], const struct rows_w &w,
+					   const struct rows_x<X> (&x)[NT],
+					   const uint4 (&raw)[4][2][2], uint32_t k)
+{
+	constexpr bool X32 = sizeof(X) == 4;
+
+#pragma unroll
+	for (int nt = 0; nt < NT; nt++) {
+		struct rows_b b[4];
+		float c[4] = {}, xs;
+
+		if constexpr (sizeof(X) == 1)
+			load_codes(x[nt], k, w.cols, b, xs);
+		else
+			load_b<DTYPE>(x[nt].x, k, w.cols, b, xs);
+#pragma unroll
+		for (int j = 0; j < 4; j++) {
+			struct rows_a a;
+
+			put_row<DTYPE>(a, 0, raw[j][0]);
+			put_row<DTYPE>(a, 1, raw[j][1]);
+			if (DTYPE == KVK_INT4) {
+				float one[4] = {};
+
+				rows_mma<DTYPE, X32>(one, a, b[j]);
+				rows_scale<DTYPE>(acc[nt], one, w, k + j * 32, xs);
+			} else if (DTYPE == KVK_E4M3) {
+				rows_mma<DTYPE, false>(c, a, b[j]);
+			} else {
+				rows_mma<DTYPE, X32>(acc[nt], a, b[j]);
+			}
+		}
+		if (DTYPE == KVK_E4M3)
+			rows_scale<DTYPE>(acc[nt], c, w, k, xs);
+	}
+}
+
+/* The warp's share of 16 rows x 8 NT tokens. @x: token g of each n tile. DEEP blocks are
+ * under way at once. */
 template <uint32_t DTYPE, typename X, int NT>
 __device__ __forceinline__ void rows_dot(float (&acc)[NT][4], const struct rows_w &w,
-					 const X *const (&x)[NT])
+					 const struct rows_x<X> (&x)[NT])
 {
-	const uint32_t t = threadIdx.x % 4, warp = threadIdx.x / 32;
+	constexpr int DEEP = DTYPE == KVK_F32 || NT > 2 ? 1 : 2;
+	constexpr uint32_t STEP = ROWS_WARPS * ROWS_BLOCK;
+	const uint32_t t = threadIdx.x % 4;
+	uint32_t k = threadIdx.x / 32 * ROWS_BLOCK;
 
 #pragma unroll
 	for (int i = 0; i < 4 * NT; i++)
 		acc[i / 4][i % 4] = 0.0f;
-	for (uint32_t k = warp * ROWS_BLOCK; k < w.cols; k += ROWS_WARPS * ROWS_BLOCK) {
+	for (; k + (DEEP - 1) * STEP + ROWS_BLOCK <= w.cols; k += DEEP * STEP) {
+		uint4 raw[DEEP][4][2][2];
+
+#pragma unroll
+		for (int j = 0; j < 8 * DEEP; j++)
+			load_row<DTYPE, true>(w, j % 2,
+					      k + j / 8 * STEP + j / 2 % 4 * 32 + t * 8,
+					      raw[j / 8][j / 2 % 4][j % 2]);
+#pragma unroll
+		for (int d = 0; d < DEEP; d++)
+			rows_block<DTYPE, X, NT>(acc, w, x, raw[d], k + d * STEP);
+	}
+	for (; k < w.cols; k += STEP) {
 		uint4 raw[4][2][2];
 
 #pragma unroll
 		for (int j = 0; j < 8; j++)
-			load_row<DTYPE>(w, j % 2, k + j / 2 * 32 + t * 8,
-					raw[j / 2][j % 2]);
-#pragma unroll
-		for (int nt = 0; nt < NT; nt++) {
-			struct rows_b b[4];
-			float c[4] = {}, xs;
-
-			load_b<DTYPE>(x[nt], k, w.cols, b, xs);
-#pragma unroll
-			for (int j = 0; j < 4; j++) {
-				struct rows_a a;
-
-				put_row<DTYPE>(a, 0, raw[j][0]);
-				put_row<DTYPE>(a, 1, raw[j][1]);
-				if (DTYPE == KVK_INT4) {
-					float one[4] = {};
-
-					rows_mma<DTYPE, sizeof(X) == 4>(one, a, b[j]);
-					rows_scale<DTYPE>(acc[nt], one, w, k + j * 32,
-							  xs);
-				} else if (DTYPE == KVK_E4M3) {
-					rows_mma<DTYPE, false>(c, a, b[j]);
-				} else {
-					rows_mma<DTYPE, sizeof(X) == 4>(acc[nt], a, b[j]);
-				}
-			}
-			if (DTYPE == KVK_E4M3)
-				rows_scale<DTYPE>(acc[nt], c, w, k, xs);
-		}
+			load_row<DTYPE, false>(w, j % 2, k + j / 2 * 32 + t * 8,
+					       raw[j / 2][j % 2]);
+		rows_block<DTYPE, X, NT>(acc, w, x, raw, k);
 	}
 }
 

@@ -52,23 +52,31 @@ __global__ void __launch_bounds__(NORM_THREADS)
 	norm_kernel(const struct kvk_norm_args a, uint64_t x_stride, uint64_t y_stride)
 {
 	const uint64_t row = blockIdx.x;
-	float v[N], sum = 0.0f, inv;
+	float v[N], w[N], sum = 0.0f, inv;
 
 	ptx_grid_launch();
 	ptx_grid_wait();
+	/* loads of their own loop: behind a store each would wait for the one before */
 #pragma unroll
 	for (uint32_t j = 0; j < N; j++) {
 		uint32_t c = threadIdx.x + j * NORM_THREADS;
 
-		v[j] = 0.0f;
+		v[j] = w[j] = 0.0f;
 		if (c >= a.cols)
 			continue;
 		v[j] = act_get(a.act_dtype, a.x, row * x_stride + c);
-		/* the norm reads what was stored: a BF16 residual is rounded */
 		if (a.residual)
-			v[j] = act_put(a.act_dtype, a.residual, row * a.cols + c,
-				       v[j] + act_get(a.act_dtype, a.residual,
-						      row * a.cols + c));
+			v[j] += act_get(a.act_dtype, a.residual, row * a.cols + c);
+		if (N <= 16)
+			w[j] = a.weight[c];
+	}
+#pragma unroll
+	for (uint32_t j = 0; j < N; j++) {
+		uint32_t c = threadIdx.x + j * NORM_THREADS;
+
+		/* the norm reads what was stored: a BF16 residual is rounded */
+		if (c < a.cols && a.residual)
+			v[j] = act_put(a.act_dtype, a.residual, row * a.cols + c, v[j]);
 		sum += v[j] * v[j];
 	}
 	inv = 1.0f / sqrtf(block_sum(sum) / (float)a.cols + a.eps);
@@ -78,7 +86,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
 
 		if (c < a.cols)
 			act_put(a.act_dtype, a.y, row * y_stride + c,
-				v[j] * inv * a.weight[c]);
+				v[j] * inv * (N <= 16 ? w[j] : a.weight[c]));
 	}
 }
 

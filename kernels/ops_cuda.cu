@@ -8,7 +8,11 @@
  */
 #include "kernels/attn_cuda.h"
 #include "kernels/dev.cuh"
+#include "kernels/linear_tiled.h"
 #include "kernels/moe_cuda.h"
+
+/* From here on tiles are better than reading W again for every 32 tokens; same bits. */
+#define LINEAR_FEW 32u
 
 static int attn_check(const struct kvk_attn_args *a)
 {
@@ -43,6 +47,13 @@ static int attn_prefill(const struct kvk_attn_args *a, kvk_stream stream)
 	return r || !a->batch.nr_tokens ? r : kvk_attn_prefill_cuda(a, stream);
 }
 
+static int linear(const struct kvk_linear_args *a, kvk_stream stream)
+{
+	if (a->nr_tokens > LINEAR_FEW && kvk_linear_tiled_ok(a))
+		return kvk_linear_tiled_cuda(a, stream);
+	return kvk_linear_cuda(a, stream);
+}
+
 static const struct kvk_ops cuda_ops = {
 	.name = "cuda",
 	.tag_check = kvk_tag_check_cuda,
@@ -54,7 +65,7 @@ static const struct kvk_ops cuda_ops = {
 	.moe_int4 = kvk_moe_int4_cuda,
 	.moe_fp8 = kvk_moe_fp8_cuda,
 	.moe_bf16 = kvk_moe_bf16_cuda,
-	.linear = kvk_linear_cuda,
+	.linear = linear,
 	.norm = kvk_norm_cuda,
 	.rope = kvk_rope_cuda,
 	.silu = kvk_silu_cuda,

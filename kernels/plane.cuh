@@ -8,6 +8,7 @@
 #define KVK_PLANE_CUH
 
 #include "kernels/dev.cuh"
+#include "kernels/quant.cuh"
 
 #define PLANE_DIM_MAX 1024u
 #define PLANE_GROUPS  (PLANE_DIM_MAX / 128) /* of four values in each lane */
@@ -122,19 +123,34 @@ KVK_DEV float plane_scale(const struct kvk_pages &p, u8 *part, const struct dev_
 	return kvk_f16_to_f32(h);
 }
 
-/* e4m3 codes of one group. */
-KVK_DEV void plane_put_e4m3(u8 *dst, const float (&x)[4], u32 nr, float scale, bool vec,
-			    u32 *nr_nan)
+/* Two codes, the first in the low byte; kvk_e4m3_encode() of both. */
+KVK_DEV u32 plane_codes(float lo, float hi)
 {
-	u32 word = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+	u16 d;
 
+	/* the instruction forgets the sign of a NaN */
+	if (kvk_is_nan(lo) || kvk_is_nan(hi))
+		return kvk_e4m3_encode(lo) | (u32)kvk_e4m3_encode(hi) << 8;
+	asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+	return d;
+#else
+	return kvk_e4m3_encode(lo) | (u32)kvk_e4m3_encode(hi) << 8;
+#endif
+}
+
+/* e4m3 codes of one group. */
+KVK_DEV void plane_put_e4m3(u8 *dst, const float (&x)[4], u32 nr,
+			    const struct kvk_quant &q, bool vec, u32 *nr_nan)
+{
+	float v[4] = {x[0], x[1], x[2], x[3]};
+	u32 word;
+
+	kvk_quant_div(v, q);
+	word = plane_codes(v[0], v[1]) | plane_codes(v[2], v[3]) << 16;
 #pragma unroll
-	for (u32 e = 0; e < 4; e++) {
-		u8 c = kvk_e4m3_encode(kvk_div_rn(x[e], scale));
-
-		*nr_nan += e < nr && kvk_e4m3_is_nan(c);
-		word |= (u32)c << (8 * e);
-	}
+	for (u32 e = 0; e < 4; e++)
+		*nr_nan += e < nr && kvk_e4m3_is_nan((u8)(word >> (8 * e)));
 	if (vec) {
 		*(u32 *)dst = word;
 		return;
@@ -185,11 +201,11 @@ KVK_DEV u32 plane_store(const struct kvk_pages &p, u8 *part, const struct dev_pl
 {
 	const u32 dtype = p.layout.dtype, elem = kv_dtype_bytes(dtype);
 	u8 *dst = part + pl.off + (size_t)slot * pl.dim * elem;
-	float scale = 1.0f;
+	struct kvk_quant q = {};
 	u32 nr_nan = 0;
 
 	if (dtype == KV_DTYPE_E4M3)
-		scale = plane_scale(p, part, pl, slot, x);
+		q = kvk_quant_make(plane_scale(p, part, pl, slot, x));
 #pragma unroll
 	for (u32 j = 0; j < PLANE_GROUPS; j++) {
 		const u32 i = plane_at(j);
@@ -198,7 +214,7 @@ KVK_DEV u32 plane_store(const struct kvk_pages &p, u8 *part, const struct dev_pl
 		if (!nr)
 			continue;
 		if (dtype == KV_DTYPE_E4M3)
-			plane_put_e4m3(dst + i, x[j], nr, scale, vec, &nr_nan);
+			plane_put_e4m3(dst + i, x[j], nr, q, vec, &nr_nan);
 		else
 			plane_put_plain(dst + (size_t)i * elem, x[j], nr,
 					dtype == KV_DTYPE_F32, vec, &nr_nan);

@@ -1,281 +1,408 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * sample.cu - next token of each row: greedy, temperature, top-p. One CTA per row.
+ * sample.cu - next token of each row: greedy, temperature, top-p. A CTA per row.
  *
- * Masses are 40-bit fixed point: integer sums are the same in any order, so the draw is a
- * function of logits and seed alone although threads add in parallel. As in sample_ref.c,
- * top-p's cut is found byte by byte of an order-preserving key, and the draw walks the kept
- * tokens by id (each thread a run of ids).
+ * As sample_ref.c, with one difference: a token's mass is a whole number, exp((logit -
+ * max) / temperature) in units of 2^-mass_bits. Whole numbers may be added in any order,
+ * so the draw is the same in every run, and a token below one unit is never drawn. Among
+ * 2^17 tokens a unit is 2^-44 of the most likely one.
+ *
+ * Top-p finds the key of the least likely kept logit three bits at a time: each thread
+ * adds up mass for eight digits of its own in shared memory, nobody waits on a word of
+ * another (a histogram with atomics took 2.4 ms for 163,840 tokens: most logits share
+ * their upper byte). The draw halves the row by 16 until one warp can walk the rest by id.
  */
-#include <errno.h>
-#include "fp8.h"
-#include "moe_cuda.h"
-#include "moe_ptx.cuh"
+#include "kernels/dev.cuh"
+#include "kernels/moe_cuda.h"
 
-#define SAMPLE_THREADS 1024u
+#define SAMPLE_THREADS 512u
+#define SAMPLE_WARPS   (SAMPLE_THREADS / 32)
+#define SAMPLE_ILP     4u
+#define DIGIT_BITS     3u
+#define DIGITS	       (1u << DIGIT_BITS)
+#define MASS_BITS_MAX  44u
 
-typedef unsigned long long u64;
+#define SAMPLE_NO_NAN  0x01u
 
-struct sample_shared {
-	u64 hist[256];
-	u64 part[32];
-	double dpart[32];
-	u64 want, above, total, cut_mass;
-	uint32_t cut, nr_cut, id, bad;
+struct sample_params {
+	struct kvk_sample_args a;
+	u32 mass_bits;
+	u32 vec; /* rows of whole, aligned groups of four */
+	u32 off;
 };
 
+/* A row, and what is kept of it. The same in all threads. */
 struct sample_row {
 	const float *logits;
-	uint32_t vocab;
+	u32 vocab;
+	u32 vec;
 	float max;
 	float temperature;
+	float unit; /* 2^mass_bits */
+	u32 cut;    /* key of the least likely kept logit */
+	u32 last;   /* largest kept id among the logits at the cut */
 };
 
-__device__ __forceinline__ uint32_t sample_key(float x)
+/* Each member is written behind a barrier that its last readers have passed. */
+struct sample_shared {
+	u64 mass[DIGITS][SAMPLE_THREADS];
+	u64 digit[DIGITS];
+	u64 part[SAMPLE_WARPS];
+	double sum[SAMPLE_WARPS];
+	float top[SAMPLE_WARPS];
+	u32 id[SAMPLE_WARPS];
+	u32 used;
+	u32 bad;
+	u32 found;
+};
+
+/* Unsigned order of keys = order of the floats. */
+KVK_DEV u32 key_of(float x)
 {
-	uint32_t b = __float_as_uint(x);
+	u32 b = kvk_f32_bits(x);
 
 	return b & 0x80000000u ? ~b : b | 0x80000000u;
 }
 
-__device__ __forceinline__ u64 sample_mass(const struct sample_row &r, uint32_t i)
+KVK_DEV u64 mass_of(const struct sample_row &row, float logit)
 {
-	return (u64)(expf((r.logits[i] - r.max) / r.temperature) * 0x1p40f);
+	return (u64)(expf((logit - row.max) / row.temperature) * row.unit);
 }
 
-/* Sum over the CTA; the same value for all threads. */
-__device__ __forceinline__ u64 sum_u64(struct sample_shared &sh, u64 v)
+/*
+ * Call f(id, logit) for ids first .. last - 1, shared out to @nr threads of which this is
+ * number @me. Several loads are on their way at once: a row comes out of L2 many times.
+ * @first is a multiple of four.
+ */
+template <class F>
+KVK_DEV void row_each(const struct sample_row &row, u32 first, u32 last, u32 me, u32 nr,
+		      F f)
 {
-	u64 sum = 0;
+	const u32 step = nr * 4;
 
-	for (int i = 16; i; i /= 2)
-		v += __shfl_xor_sync(~0u, v, i);
+	for (u32 at = first + me * 4; at < last && row.vec; at += step * SAMPLE_ILP) {
+		float4 v[SAMPLE_ILP];
+
+#pragma unroll
+		for (u32 k = 0; k < SAMPLE_ILP; k++)
+			if (at + k * step < last)
+				v[k] = *(const float4 *)(row.logits + at + k * step);
+#pragma unroll
+		for (u32 k = 0; k < SAMPLE_ILP; k++) {
+			const u32 i = at + k * step;
+
+			if (i < last)
+				f(i, v[k].x);
+			if (i + 1 < last)
+				f(i + 1, v[k].y);
+			if (i + 2 < last)
+				f(i + 2, v[k].z);
+			if (i + 3 < last)
+				f(i + 3, v[k].w);
+		}
+	}
+	for (u32 i = first + me; i < last && !row.vec; i += nr)
+		f(i, row.logits[i]);
+}
+
+template <class F> KVK_DEV void row_all(const struct sample_row &row, F f)
+{
+	row_each(row, 0, row.vocab, threadIdx.x, SAMPLE_THREADS, f);
+}
+
+/* ------------------------------------------------------------------ largest, and its sum
+ */
+
+KVK_DEV void best_of(float &top, u32 &id, float v, u32 i)
+{
+	if (v > top || (v == top && i < id)) {
+		top = v;
+		id = i;
+	}
+}
+
+/* Largest logit, smallest id of it; *ret_bad: the row holds NaN. */
+KVK_DEV float row_max(struct sample_shared &sh, const struct sample_row &row, u32 *ret_id,
+		      bool *ret_bad)
+{
+	float top = -INFINITY;
+	u32 id = ~0u, bad = 0;
+
+	if (threadIdx.x == 0)
+		sh.bad = 0;
+	row_all(row, [&](u32 i, float v) {
+		bad |= kvk_is_nan(v);
+		best_of(top, id, v, i);
+	});
+	for (int o = 16; o; o >>= 1) {
+		float v = __shfl_xor_sync(~0u, top, o);
+		u32 i = __shfl_xor_sync(~0u, id, o);
+
+		best_of(top, id, v, i);
+	}
+	if (threadIdx.x % 32 == 0) {
+		sh.top[threadIdx.x / 32] = top;
+		sh.id[threadIdx.x / 32] = id;
+	}
+	__syncthreads();
+	if (bad)
+		atomicOr(&sh.bad, 1u);
+	for (u32 w = 0; w < SAMPLE_WARPS; w++)
+		best_of(top, id, sh.top[w], sh.id[w]);
+	__syncthreads();
+	*ret_bad = sh.bad != 0;
+	*ret_id = id < row.vocab ? id : 0;
+	return top;
+}
+
+/* Sum of exp(logit - max), always in the same order. */
+KVK_DEV double row_sum(struct sample_shared &sh, const struct sample_row &row)
+{
+	double sum = 0, all = 0;
+
+	row_all(row, [&](u32, float v) { sum += (double)expf(v - row.max); });
+	sum = dev_warp_sum(sum);
+	__syncthreads();
+	if (threadIdx.x % 32 == 0)
+		sh.sum[threadIdx.x / 32] = sum;
+	__syncthreads();
+	for (u32 w = 0; w < SAMPLE_WARPS; w++)
+		all += sh.sum[w];
+	return all;
+}
+
+/* ---------------------------------------------------------------------------- whole sums
+ */
+
+/* Sum of @v over the CTA, in every thread. */
+KVK_DEV u64 block_sum(struct sample_shared &sh, u64 v)
+{
+	u64 all = 0;
+
+	v = dev_warp_sum(v);
 	__syncthreads();
 	if (threadIdx.x % 32 == 0)
 		sh.part[threadIdx.x / 32] = v;
 	__syncthreads();
-	for (int w = 0; w < 32; w++)
-		sum += sh.part[w];
-	return sum;
+	for (u32 w = 0; w < SAMPLE_WARPS; w++)
+		all += sh.part[w];
+	return all;
 }
 
-/* Sum of the threads before this one. */
-__device__ __forceinline__ u64 scan_u64(struct sample_shared &sh, u64 v)
+/* What a search adds up: the mass of kept tokens, or the number of those at the cut. */
+KVK_DEV u64 search_value(const struct sample_row &row, u32 i, float logit, bool ties)
 {
-	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-	u64 sum = v;
+	u32 key = key_of(logit);
 
-	for (uint32_t i = 1; i < 32; i *= 2) {
-		u64 o = __shfl_up_sync(~0u, sum, i);
+	if (ties)
+		return key == row.cut;
+	if (key < row.cut || (key == row.cut && i > row.last))
+		return 0;
+	return mass_of(row, logit);
+}
 
-		sum += lane >= i ? o : 0;
+/* Smallest id whose values up to and with it exceed @target, by one warp. */
+KVK_DEV u32 search_few(const struct sample_row &row, u32 from, u32 end, u64 target,
+		       bool ties)
+{
+	const u32 i = from + threadIdx.x % 32;
+	u64 v = i < end ? search_value(row, i, row.logits[i], ties) : 0;
+	u32 over;
+
+	for (u32 d = 1; d < 32; d <<= 1) {
+		u64 w = __shfl_up_sync(~0u, v, d);
+
+		if (threadIdx.x % 32 >= d)
+			v += w;
+	}
+	over = __ballot_sync(~0u, v > target);
+	return over ? from + (u32)__ffs((int)over) - 1 : end - 1;
+}
+
+/*
+ * Smallest id whose values up to and with it exceed @target, which is smaller than their
+ * sum. Each round a warp adds up one of 16 parts of what is left.
+ */
+KVK_DEV u32 row_search(struct sample_shared &sh, const struct sample_row &row, u64 target,
+		       bool ties)
+{
+	const u32 warp = threadIdx.x / 32;
+	u32 from = 0, end = row.vocab;
+
+	while (end - from > 32) {
+		const u32 step =
+			((end - from + SAMPLE_WARPS - 1) / SAMPLE_WARPS + 3) & ~3u;
+		const u32 first = min(from + warp * step, end),
+			  last = min(first + step, end);
+		u32 w = 0;
+		u64 v = 0;
+
+		row_each(row, first, last, threadIdx.x % 32, 32,
+			 [&](u32 i, float x) { v += search_value(row, i, x, ties); });
+		v = dev_warp_sum(v);
+		__syncthreads();
+		if (threadIdx.x % 32 == 0)
+			sh.part[warp] = v;
+		__syncthreads();
+		while (w < SAMPLE_WARPS - 1 && sh.part[w] <= target)
+			target -= sh.part[w++];
+		from += w * step;
+		end = min(from + step, end);
+		if (from >= end) /* cannot be: the parts add up to more than target */
+			return row.vocab - 1;
 	}
 	__syncthreads();
-	if (lane == 31)
-		sh.part[warp] = sum;
+	if (threadIdx.x < 32) {
+		u32 id = search_few(row, from, end, target, ties);
+
+		if (threadIdx.x == 0)
+			sh.found = id;
+	}
 	__syncthreads();
-	sum -= v;
-	for (uint32_t w = 0; w < warp; w++)
-		sum += sh.part[w];
-	return sum;
+	return sh.found;
 }
 
-/* Largest logit, smallest id among equals; NaN seen. */
-__device__ __forceinline__ void sample_top(struct sample_shared &sh,
-					   const struct sample_row &r)
-{
-	u64 best = 0;
-	uint32_t bad = 0;
+/* --------------------------------------------------------------------------------- top-p
+ */
 
+/* Mass of each digit at @shift, of keys whose bits in @above_mask are row.cut's. */
+KVK_DEV void cut_digits(struct sample_shared &sh, const struct sample_row &row, u32 shift,
+			u32 above_mask)
+{
+	u32 used = 0;
+
+#pragma unroll
+	for (u32 d = 0; d < DIGITS; d++)
+		sh.mass[d][threadIdx.x] = 0;
 	if (threadIdx.x == 0)
-		sh.bad = 0;
-	for (uint32_t i = threadIdx.x; i < r.vocab; i += SAMPLE_THREADS) {
-		float v = r.logits[i];
-		u64 k = (u64)sample_key(v == 0.0f ? 0.0f : v) << 32 | (uint32_t)~i;
+		sh.used = 0;
+	row_all(row, [&](u32, float v) {
+		const u32 key = key_of(v), d = (key >> shift) & (DIGITS - 1);
 
-		bad |= isnan(v);
-		best = k > best ? k : best;
-	}
-	for (int i = 16; i; i /= 2) {
-		u64 o = __shfl_xor_sync(~0u, best, i);
-
-		best = o > best ? o : best;
-	}
-	__syncthreads();
-	if (threadIdx.x % 32 == 0)
-		sh.part[threadIdx.x / 32] = best;
-	if (bad)
-		sh.bad = 1;
-	__syncthreads();
-	for (int w = 0; w < 32; w++)
-		best = sh.part[w] > best ? sh.part[w] : best;
-	if (threadIdx.x == 0)
-		sh.id = sh.bad ? 0 : ~(uint32_t)best;
-	__syncthreads();
-}
-
-/* The key of the least likely kept token and how many tokens with that key are kept. */
-__device__ __forceinline__ void sample_cut(struct sample_shared &sh,
-					   const struct sample_row &r)
-{
-	uint32_t nr = 0;
-
-	for (int shift = 24; shift >= 0; shift -= 8) {
-		if (threadIdx.x < 256)
-			sh.hist[threadIdx.x] = 0;
-		__syncthreads();
-		for (uint32_t i = threadIdx.x; i < r.vocab; i += SAMPLE_THREADS) {
-			uint32_t key = sample_key(r.logits[i]);
-
-			if (shift == 24 || key >> (shift + 8) == sh.cut)
-				atomicAdd(&sh.hist[key >> shift & 255],
-					  sample_mass(r, i));
-		}
-		__syncthreads();
-		if (threadIdx.x == 0) {
-			uint32_t chosen = 256;
-
-			for (uint32_t b = 256; b-- > 0;) {
-				if (!sh.hist[b])
-					continue;
-				if (chosen < 256)
-					sh.above += sh.hist[chosen];
-				chosen = b;
-				if (sh.above + sh.hist[b] >= sh.want)
-					break;
-			}
-			sh.cut = shift == 24 ? chosen : sh.cut << 8 | chosen;
-		}
-		__syncthreads();
-	}
-	for (uint32_t i = threadIdx.x; i < r.vocab; i += SAMPLE_THREADS)
-		if (sample_key(r.logits[i]) == sh.cut) {
-			sh.cut_mass = sample_mass(r, i); /* the same for all of them */
-			nr++;
-		}
-	nr = (uint32_t)sum_u64(sh, nr);
-	if (threadIdx.x == 0) {
-		u64 need = sh.want > sh.above ? sh.want - sh.above : 1;
-
-		need = (need + sh.cut_mass - 1) / sh.cut_mass;
-		sh.nr_cut = need < nr ? (uint32_t)need : nr;
-		sh.total = sh.above + sh.cut_mass * sh.nr_cut;
-	}
-	__syncthreads();
-}
-
-/* Walk the kept tokens by id until the mass passes @target. */
-__device__ __forceinline__ void sample_walk(struct sample_shared &sh,
-					    const struct sample_row &r, u64 target)
-{
-	const uint32_t run = (r.vocab + SAMPLE_THREADS - 1) / SAMPLE_THREADS;
-	const uint32_t from = min(threadIdx.x * run, r.vocab),
-		       to = min(from + run, r.vocab);
-	uint32_t at_cut = 0, before_cut;
-	u64 mass = 0, before;
-
-	for (uint32_t i = from; i < to; i++)
-		at_cut += sample_key(r.logits[i]) == sh.cut;
-	before_cut = (uint32_t)scan_u64(sh, at_cut);
-	for (int pass = 0; pass < 2; pass++) {
-		uint32_t left = before_cut < sh.nr_cut ? sh.nr_cut - before_cut : 0;
-		u64 sum = 0;
-
-		if (pass && (target < before || target >= before + mass))
+		if ((key & above_mask) != (row.cut & above_mask))
 			return;
-		for (uint32_t i = from; i < to; i++) {
-			uint32_t key = sample_key(r.logits[i]);
+		sh.mass[d][threadIdx.x] += mass_of(row, v);
+		used |= 1u << d;
+	});
+	__syncthreads();
+	if (used)
+		atomicOr(&sh.used, used);
+	if (threadIdx.x / 32 < DIGITS) {
+		u64 v = 0;
 
-			if (key < sh.cut || (key == sh.cut && !left))
+		for (u32 i = threadIdx.x % 32; i < SAMPLE_THREADS; i += 32)
+			v += sh.mass[threadIdx.x / 32][i];
+		v = dev_warp_sum(v);
+		if (threadIdx.x % 32 == 0)
+			sh.digit[threadIdx.x / 32] = v;
+	}
+	__syncthreads();
+}
+
+/*
+ * Find row.cut and row.last so that the kept tokens are the fewest whose mass is at least
+ * @want. Return: their mass.
+ */
+KVK_DEV u64 row_cut(struct sample_shared &sh, struct sample_row &row, u64 want)
+{
+	u64 above = 0, one, nr = 0;
+	u32 above_mask = 0;
+
+	row.cut = 0;
+	for (int shift = 30; shift >= 0; shift -= (int)DIGIT_BITS) {
+		u32 chosen = DIGITS;
+
+		cut_digits(sh, row, (u32)shift, above_mask);
+		for (u32 d = DIGITS; d-- > 0;) {
+			if (!(sh.used >> d & 1))
 				continue;
-			left -= key == sh.cut;
-			sum += sample_mass(r, i);
-			if (pass && before + sum > target) {
-				sh.id = i;
-				return;
-			}
+			if (chosen < DIGITS)
+				above += sh.digit[chosen];
+			chosen = d;
+			if (above + sh.digit[d] >= want)
+				break;
 		}
-		if (pass)
-			return;
-		mass = sum;
-		before = scan_u64(sh, mass);
+		row.cut |= chosen << shift;
+		above_mask |= (DIGITS - 1) << shift;
+		__syncthreads();
 	}
+	/* all tokens at the cut have the same mass; the smaller ids come first */
+	row_all(row, [&](u32, float v) { nr += key_of(v) == row.cut; });
+	nr = block_sum(sh, nr);
+	one = mass_of(row, kvk_bits_f32(row.cut & 0x80000000u ? row.cut & 0x7fffffffu
+							      : ~row.cut));
+	if (one && want > above)
+		nr = min(nr, (want - above + one - 1) / one);
+	else if (one)
+		nr = 1;
+	row.last = row_search(sh, row, nr - 1, true);
+	return above + one * nr;
 }
 
-__device__ __forceinline__ void sample_draw(struct sample_shared &sh,
-					    const struct sample_row &r, float top_p,
-					    uint64_t seed)
-{
-	u64 total = 0, target;
+/* -------------------------------------------------------------------------------- kernel
+ */
 
-	for (uint32_t i = threadIdx.x; i < r.vocab; i += SAMPLE_THREADS)
-		total += sample_mass(r, i);
-	total = sum_u64(sh, total);
-	if (threadIdx.x == 0) {
-		sh.total = total;
-		sh.cut = 0;
-		sh.nr_cut = ~0u;
-		sh.above = 0;
-		sh.want = (u64)((double)top_p * (double)total);
-	}
-	__syncthreads();
+KVK_DEV u32 row_draw(struct sample_shared &sh, struct sample_row &row, float top_p,
+		     u64 seed)
+{
+	u64 total = 0;
+
+	row.cut = 0;
+	row.last = row.vocab;
+	row_all(row, [&](u32, float v) { total += mass_of(row, v); });
+	total = block_sum(sh, total);
 	if (top_p < 1.0f)
-		sample_cut(sh, r);
-	target = (u64)((double)(seed >> 11) * 0x1p-53 * (double)sh.total);
-	sample_walk(sh, r, target < sh.total ? target : sh.total - 1);
-}
-
-__device__ __forceinline__ float sample_logprob(struct sample_shared &sh,
-						const struct sample_row &r)
-{
-	double v = 0.0, sum = 0.0;
-
-	for (uint32_t i = threadIdx.x; i < r.vocab; i += SAMPLE_THREADS)
-		v += (double)expf(r.logits[i] - r.max);
-	for (int i = 16; i; i /= 2)
-		v += __shfl_xor_sync(~0u, v, i);
-	if (threadIdx.x % 32 == 0)
-		sh.dpart[threadIdx.x / 32] = v;
-	__syncthreads();
-	for (int w = 0; w < 32; w++)
-		sum += sh.dpart[w];
-	return sh.bad ? __uint_as_float(0x7fc00000u)
-		      : (float)((double)r.logits[sh.id] - r.max - log(sum));
+		total = row_cut(sh, row, (u64)ceil((double)top_p * (double)total));
+	/* 53 bits of the seed, as a part of the whole */
+	return row_search(sh, row, __umul64hi(seed >> 11 << 11, total), false);
 }
 
 __global__ void __launch_bounds__(SAMPLE_THREADS)
-	sample_kernel(const struct kvk_sample_args a)
+	sample_kernel(const __grid_constant__ struct sample_params p)
 {
 	__shared__ struct sample_shared sh;
-	const uint32_t row = blockIdx.x;
-	struct sample_row r = {a.logits + (uint64_t)row * a.vocab, a.vocab, 0.0f, 0.0f};
+	const u32 r = blockIdx.x;
+	struct sample_row row = {};
+	double sum;
+	bool bad;
+	u32 id;
 
-	ptx_grid_launch();
-	ptx_grid_wait();
-	r.temperature = a.temperature[row];
-	sample_top(sh, r);
-	r.max = r.logits[sh.id];
+	row.logits = p.a.logits + (size_t)r * p.a.vocab;
+	row.vocab = p.a.vocab;
+	row.vec = p.vec;
+	row.max = row_max(sh, row, &id, &bad);
+	row.temperature = p.a.temperature[r];
+	row.unit = (float)(1ull << p.mass_bits);
 	/* an infinite maximum leaves nothing to draw from */
-	if (!sh.bad && r.temperature > 0.0f && isfinite(r.max) && a.top_p[row] > 0.0f)
-		sample_draw(sh, r, a.top_p[row], a.seeds[row]);
-	__syncthreads();
+	if (bad && !(p.off & SAMPLE_NO_NAN))
+		id = 0;
+	else if (row.temperature > 0 && kvk_absf(row.max) < INFINITY && p.a.top_p[r] > 0)
+		id = row_draw(sh, row, p.a.top_p[r], p.a.seeds[r]);
 	if (threadIdx.x == 0)
-		a.ret_ids[row] = sh.id;
-	if (!a.ret_logprob)
+		p.a.ret_ids[r] = id;
+	if (!p.a.ret_logprob)
 		return;
-	float lp = sample_logprob(sh, r);
-
+	sum = row_sum(sh, row);
 	if (threadIdx.x == 0)
-		a.ret_logprob[row] = lp;
+		p.a.ret_logprob[r] = bad ? kvk_bits_f32(0x7fc00000u)
+					 : (float)((double)row.logits[id] -
+						   (double)row.max - log(sum));
 }
 
 int kvk_sample_cuda(const struct kvk_sample_args *a, kvk_stream stream)
 {
+	struct sample_params p = {};
+
 	if (!a->logits || !a->temperature || !a->top_p || !a->seeds || !a->ret_ids ||
 	    !a->vocab)
 		return -EINVAL;
 	if (!a->nr_rows)
 		return 0;
-	sample_kernel<<<a->nr_rows, SAMPLE_THREADS, 0, (cudaStream_t)stream>>>(*a);
-	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+	p.a = *a;
+	p.vec = a->vocab % 4 == 0 && dev_aligned(a->logits, 16);
+	p.off = DEV_MUTANT(sample_nan) ? SAMPLE_NO_NAN : 0;
+	/* the mass of a whole row fits into 62 bits */
+	p.mass_bits = KV_MIN(MASS_BITS_MAX, 30u + (u32)__builtin_clz(a->vocab));
+	DEV_LAUNCH(sample_kernel, a->nr_rows, SAMPLE_THREADS, stream, p);
+	return dev_launched();
 }

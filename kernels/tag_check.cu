@@ -53,14 +53,21 @@ KVK_DEV u64 mirror_word(struct kv_mirror *m, u32 pfn)
 	return *(volatile u64 *)&mirror_tags(m)[pfn];
 }
 
-KVK_DEV void mirror_apply(const struct check_params &p, u32 pfn, u64 tag)
+KVK_DEV void mirror_raise(const struct check_params &p, u32 pfn, u64 tag)
 {
 	unsigned long long *word = (unsigned long long *)&mirror_tags(p.a.mirror)[pfn];
 
 	if (p.off & CHECK_NO_MAX)
 		*(volatile u64 *)word = tag;
-	else if (mirror_word(p.a.mirror, pfn) < tag)
+	else
 		atomicMax(word, (unsigned long long)tag);
+}
+
+/* Many words, most of which another CTA has raised already: a look is cheaper. */
+KVK_DEV void mirror_apply(const struct check_params &p, u32 pfn, u64 tag)
+{
+	if (mirror_word(p.a.mirror, pfn) < tag || (p.off & CHECK_NO_MAX))
+		mirror_raise(p, pfn, tag);
 }
 
 KVK_DEV bool entry_bad(const struct check_block &b, const struct kv_log_entry &e, u32 i)
@@ -68,12 +75,33 @@ KVK_DEV bool entry_bad(const struct check_block &b, const struct kv_log_entry &e
 	return e.pfn >= b.nr_words || e.sequence != (u32)(b.head.log_from + i);
 }
 
+/* Is the block whole, once first_bad is known? */
+KVK_DEV bool delta_whole(const struct check_block &b)
+{
+	return b.first_bad == b.head.nr_entries && b.position >= b.head.log_from &&
+	       b.head.log_to >= b.head.log_from &&
+	       b.head.nr_entries == b.head.log_to - b.head.log_from;
+}
+
 /* All entries, by every CTA; true when the block is whole. */
 KVK_DEV bool apply_delta(const struct check_params &p, struct check_block &b)
 {
 	const struct kv_log_entry *log = (const struct kv_log_entry *)(p.a.block + 1);
 	const u32 nr = b.head.nr_entries;
+	struct kv_log_entry one = {};
 
+	/* the usual few entries: one look, no second trip for them or their words */
+	if (nr <= CHECK_THREADS) {
+		if (threadIdx.x < nr) {
+			one = log[threadIdx.x];
+			if (entry_bad(b, one, threadIdx.x))
+				atomicMin(&b.first_bad, threadIdx.x);
+		}
+		__syncthreads();
+		if (threadIdx.x < b.first_bad)
+			mirror_raise(p, one.pfn, one.tag);
+		return delta_whole(b);
+	}
 	for (u32 at = threadIdx.x; at < nr; at += CHECK_THREADS)
 		if (entry_bad(b, log[at], at))
 			atomicMin(&b.first_bad, at);
@@ -90,8 +118,7 @@ KVK_DEV bool apply_delta(const struct check_params &p, struct check_block &b)
 			if (at + k * CHECK_THREADS < b.first_bad)
 				mirror_apply(p, e[k].pfn, e[k].tag);
 	}
-	return b.first_bad == nr && b.position >= b.head.log_from &&
-	       b.head.log_to >= b.head.log_from && nr == b.head.log_to - b.head.log_from;
+	return delta_whole(b);
 }
 
 /* This CTA's share of the words; true when the block is whole. */
@@ -119,59 +146,81 @@ KVK_DEV u64 tag_now(const struct check_params &p, const struct check_block &b, u
 	return tag;
 }
 
-/* Bits of this thread's rows of request @r; *ret_rows: how many they are. */
-KVK_DEV u32 check_rows(const struct check_params &p, const struct check_block &b, u32 r,
-		       u32 nr_rows, u32 *ret_rows)
+/* What a CTA needs of its request, loaded while the mirror is brought up to date. */
+struct check_request {
+	u32 first;
+	u32 nr_rows;
+	u32 length;
+	bool shrinks;
+	u64 nonce;
+	struct kv_row row[CHECK_ILP]; /* of this thread: the first ones */
+};
+
+/* The thread's rows from @at on. */
+KVK_DEV void rows_load(const struct check_params &p, struct check_request &q, u32 at)
 {
-	const struct kv_row *rows = p.a.batch.rows + p.a.batch.row_start[r];
+#pragma unroll
+	for (u32 k = 0; k < CHECK_ILP; k++)
+		if (at + k * CHECK_THREADS < q.nr_rows)
+			q.row[k] = p.a.batch.rows[q.first + at + k * CHECK_THREADS];
+}
+
+KVK_DEV void request_load(const struct check_params &p, struct check_request &q, u32 r)
+{
+	const u32 first = p.a.batch.row_start[r], end = p.a.batch.row_start[r + 1];
+
+	q.length = p.a.batch.lengths[r];
+	q.nonce = p.a.nonces[r];
+	q.first = first;
+	/* offsets that shrink: no rows, and a length that cannot fit them */
+	q.shrinks = end < first;
+	q.nr_rows = end < first ? 0 : end - first;
+	rows_load(p, q, threadIdx.x);
+}
+
+/* Bits of this thread's rows from @at on; *nr grows by how many they are. */
+KVK_DEV u32 rows_check(const struct check_params &p, const struct check_block &b,
+		       const struct check_request &q, u32 at, u32 *nr)
+{
 	const u32 nr_pages = min(b.head.nr_pages, b.nr_words);
-	const u64 nonce = p.a.nonces[r];
-	u32 bits = 0, nr = 0;
-
-	for (u32 at = threadIdx.x; at < nr_rows; at += CHECK_THREADS * CHECK_ILP) {
-		struct kv_row row[CHECK_ILP];
-		u64 tag[CHECK_ILP];
+	u64 tag[CHECK_ILP];
+	u32 bits = 0;
 
 #pragma unroll
-		for (u32 k = 0; k < CHECK_ILP; k++)
-			if (at + k * CHECK_THREADS < nr_rows)
-				row[k] = rows[at + k * CHECK_THREADS];
-#pragma unroll
-		for (u32 k = 0; k < CHECK_ILP; k++)
-			if (at + k * CHECK_THREADS < nr_rows)
-				tag[k] = row[k].pfn < nr_pages ? tag_now(p, b, row[k].pfn)
-							       : 0;
-#pragma unroll
-		for (u32 k = 0; k < CHECK_ILP; k++) {
-			if (at + k * CHECK_THREADS >= nr_rows)
-				continue;
-			bits |= kv_row_check(row[k], at + k * CHECK_THREADS, nonce,
-					     tag[k], nr_pages);
-			nr++;
-		}
+	for (u32 k = 0; k < CHECK_ILP; k++) {
+		tag[k] = 0;
+		if (at + k * CHECK_THREADS < q.nr_rows && q.row[k].pfn < nr_pages)
+			tag[k] = tag_now(p, b, q.row[k].pfn);
 	}
-	*ret_rows = nr;
+#pragma unroll
+	for (u32 k = 0; k < CHECK_ILP; k++) {
+		if (at + k * CHECK_THREADS >= q.nr_rows)
+			continue;
+		bits |= kv_row_check(q.row[k], at + k * CHECK_THREADS, q.nonce, tag[k],
+				     nr_pages);
+		++*nr;
+	}
 	return bits;
 }
 
-/* Thread 0 has the verdict's beginning; all threads add their rows to it. */
-KVK_DEV void check_request(const struct check_params &p, const struct check_block &b,
-			   u32 r, u32 common)
+/* All threads look at their rows; one writes what they found. */
+KVK_DEV void request_check(const struct check_params &p, const struct check_block &b,
+			   struct check_request &q, u32 common)
 {
 	__shared__ u32 all_bits, all_rows;
-	const struct kvk_batch &batch = p.a.batch;
-	const u32 first = batch.row_start[r], end = batch.row_start[r + 1];
-	const u32 nr_rows = end < first ? 0 : end - first;
 	u32 bits = common, nr = 0;
 
 	if (threadIdx.x == 0)
 		all_bits = all_rows = 0;
-	__syncthreads();
-	/* offsets that shrink: no rows, and a length that cannot fit them */
-	if (end < first || (batch.lengths[r] > (u64)nr_rows * p.a.page_tokens &&
-			    !(p.off & CHECK_NO_LENGTH)))
+	if (q.shrinks ||
+	    (q.length > (u64)q.nr_rows * p.a.page_tokens && !(p.off & CHECK_NO_LENGTH)))
 		bits |= KV_BAD_LENGTH;
-	bits |= check_rows(p, b, r, nr_rows, &nr);
+	for (u32 at = threadIdx.x; at < q.nr_rows; at += CHECK_THREADS * CHECK_ILP) {
+		if (at >= CHECK_THREADS * CHECK_ILP)
+			rows_load(p, q, at);
+		bits |= rows_check(p, b, q, at, &nr);
+	}
+	__syncthreads();
 	if (bits)
 		atomicOr(&all_bits, bits);
 	nr = dev_warp_sum(nr);
@@ -183,8 +232,8 @@ KVK_DEV void check_request(const struct check_params &p, const struct check_bloc
 
 		v.step = b.head.step;
 		v.bits = p.off & CHECK_NO_CHECK ? 0 : all_bits;
-		v.rows_checked = p.off & CHECK_NO_CHECK ? end - first : all_rows;
-		p.a.ret_verdicts[r] = v;
+		v.rows_checked = p.off & CHECK_NO_CHECK ? q.nr_rows : all_rows;
+		p.a.ret_verdicts[blockIdx.x] = v;
 	}
 }
 
@@ -192,8 +241,11 @@ __global__ void __launch_bounds__(CHECK_THREADS)
 	tag_check_kernel(const __grid_constant__ struct check_params p)
 {
 	__shared__ struct check_block b;
+	struct check_request q = {};
 	bool whole = false, behind;
 
+	if (p.a.batch.nr_requests)
+		request_load(p, q, blockIdx.x);
 	if (threadIdx.x == 0) {
 		b.head = *p.a.block;
 		b.position = *(volatile u64 *)&p.a.mirror->position;
@@ -213,7 +265,7 @@ __global__ void __launch_bounds__(CHECK_THREADS)
 			  (unsigned long long)b.head.log_to);
 	behind = !whole && b.position < b.head.log_to && !(p.off & CHECK_NO_MIRROR);
 	if (p.a.batch.nr_requests)
-		check_request(p, b, blockIdx.x, behind ? KV_BAD_MIRROR : 0);
+		request_check(p, b, q, behind ? KV_BAD_MIRROR : 0);
 }
 
 int kvk_tag_check_cuda(const struct kvk_tag_check_args *a, kvk_stream stream)

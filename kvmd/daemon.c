@@ -180,6 +180,7 @@ static void kvd_prepare(struct kvd *kvd, const struct kvd_options *opt)
 	kvd->started_ns = kvd->now_ns = kv_now_ns();
 	kvd->tick_ns = kvd->now_ns + KVD_TICK_NS;
 	kvd->core_next_ns = KVD_CORE_IDLE;
+	kvd->proof.next_ns = ~0ull;
 	kvd->next_client_id = 1;
 	kvd->spins = may_spin(kvd);
 	list_init(&kvd->conns);
@@ -298,6 +299,10 @@ static void tick(struct kvd *kvd)
 	kvd_conn_tick(kvd);
 	kvd_policy_sweep(kvd);
 	audit_tick(kvd);
+	if (!kvd->core.mm.draining_bytes)
+		kvd->draining_ns = 0;
+	else if (!kvd->draining_ns)
+		kvd->draining_ns = kvd->now_ns;
 	if (kvd->spare_fd < 0)
 		kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
 	kvd_listen_tick(&kvd->engine_listen);
@@ -307,7 +312,8 @@ static void tick(struct kvd *kvd)
 /* 0: there is work now. */
 static u64 next_deadline(struct kvd *kvd)
 {
-	u64 deadline = KV_MIN(kvd->tick_ns, kvd->core_next_ns);
+	u64 deadline =
+		KV_MIN(KV_MIN(kvd->tick_ns, kvd->core_next_ns), kvd->proof.next_ns);
 
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns)
 		return 0;
@@ -328,6 +334,9 @@ static bool spin(struct kvd *kvd)
 
 	if (!kvd->spins || list_empty(&kvd->awake))
 		return false;
+	/* A request that goes on over several turns waits for nothing from outside. */
+	if (!list_empty(&kvd->requests.hashing))
+		return true;
 	while (kv_now_ns() - kvd->last_entry_ns < KVD_SPIN_NS) {
 		list_for_each_entry (conn, &kvd->awake, awake_node)
 			if (kvd_ring_waiting(&conn->ring) &&
@@ -354,6 +363,7 @@ int kvd_turn(struct kvd *kvd)
 	if (kvd_serve_awake(kvd))
 		kvd->last_entry_ns = kvd->now_ns;
 	kvd_serve_hashing(kvd);
+	kvd_proof_turn(kvd);
 	kvd->core_next_ns = kvd_core_run(&kvd->core);
 	if (kvd->requests.nr_parked)
 		kvd_serve_parked(kvd);
@@ -461,6 +471,7 @@ void kvd_fini(struct kvd *kvd)
 	kvd_core_fini(&kvd->core);
 	kvd_conn_reap_dead(kvd);
 	kvd_kept_stop(kvd, true);
+	kvd_proof_fini(kvd);
 	kvd_loop_del(kvd->loop, &kvd->signal_watch);
 	kvd_memory_close(kvd);
 	kvd_loop_destroy(kvd->loop);

@@ -18,6 +18,7 @@
 #include "kvmd/ipc/listen.h"
 #include "kvmd/ipc/loop.h"
 #include "kvmd/ipc/optable.h"
+#include "kvmd/ipc/proof.h"
 #include "kvmd/ipc/request.h"
 #include "kvmd/ipc/state.h"
 #include "kvmd/memory.h"
@@ -79,6 +80,7 @@ struct kvd_options {
  * @kept: what outlives this process
  * @backend: owner
  * @memory: how @backend was chosen, and its start
+ * @proof: of the end of dead processes' GPU work
  * @core: page state
  * @loop: owner
  * @engine_listen, @admin_listen: sockets
@@ -94,6 +96,7 @@ struct kvd_options {
  * @last_entry_ns: when the last ring entry was served
  * @spins: spinning is allowed
  * @upgrade: stop, and leave everything to a new program
+ * @draining_ns: since when extents have waited for sessions to unmap them; 0 = none does
  * @pages_freed: a parked ALLOC may succeed now
  * @msg_buf: KV_MSG_BYTES_MAX bytes for receiving
  * @audit_errors, @audit_sweeps, @audit_last: of the background sweep
@@ -109,6 +112,7 @@ struct kvd {
 	struct kvd_kept kept;
 	struct kvd_backend *backend;
 	struct kvd_memory memory;
+	struct kvd_proof proof;
 	struct kvd_core core;
 	struct kvd_loop *loop;
 	struct kvd_listen engine_listen;
@@ -131,6 +135,7 @@ struct kvd {
 	u64 core_next_ns;
 	u64 last_entry_ns;
 	bool spins;
+	u64 draining_ns;
 	bool pages_freed;
 	bool stop;
 	bool upgrade;

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -328,6 +329,18 @@ static int exec_again(char **argv)
 	return -errno;
 }
 
+/* An extent is a descriptor, and so is much of a session. */
+static void raise_nofile(void)
+{
+	struct rlimit lim;
+
+	if (getrlimit(RLIMIT_NOFILE, &lim) || lim.rlim_cur == lim.rlim_max)
+		return;
+	lim.rlim_cur = lim.rlim_max;
+	if (setrlimit(RLIMIT_NOFILE, &lim))
+		kvd_warn("main", "nofile: %s", strerror(errno));
+}
+
 int main(int argc, char **argv)
 {
 	static struct kvd kvd;
@@ -365,6 +378,7 @@ int main(int argc, char **argv)
 	upgrade_path[n > 0 ? n : 0] = 0;
 	cmd.opt.keeper = cmd.keeper < 0 ? !cmd.private_dir : cmd.keeper;
 	cmd.opt.keeper_die_with = cmd.die_with_parent ? parent : 0;
+	raise_nofile();
 	r = kvd_init(&kvd, &cmd.opt, error);
 	if (r) {
 		fprintf(stderr, "kvmd: %s\n", error);

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/mutant.h"
@@ -90,6 +91,12 @@ static int open_cuda(struct kvd *kvd, const struct kvd_config *config)
 	return kvd_cuda_create(&params, &kvd->backend);
 }
 
+/* The kernel drives a GPU, so that not seeing one is a fault of this process's world. */
+static bool gpu_on_host(void)
+{
+	return !access("/proc/driver/nvidia/version", F_OK);
+}
+
 /* Return: 0 keep it; -ENODEV use host memory, @why (and fault) say why. */
 static int auto_wait(struct kvd *kvd)
 {
@@ -108,7 +115,7 @@ static int auto_wait(struct kvd *kvd)
 	}
 	text = kvd_cuda_error(kvd->backend);
 	snprintf(m->why, sizeof(m->why), "auto: %.170s", text);
-	if (!kvd_cuda_no_device(kvd->backend))
+	if (!kvd_cuda_no_device(kvd->backend) || gpu_on_host())
 		snprintf(m->fault, sizeof(m->fault), "%s", text);
 	kvd_cuda_destroy(kvd->backend);
 	kvd->backend = NULL;
@@ -134,7 +141,7 @@ static int open_auto(struct kvd *kvd, const struct kvd_config *config)
 		snprintf(m->why, sizeof(m->why), "auto: %.170s",
 			 text[0] ? text : strerror(-r));
 	/* No driver is a machine without a GPU; one that is no use is a fault. */
-	if (r && r != -ENOENT)
+	if (r && (r != -ENOENT || gpu_on_host()))
 		snprintf(m->fault, sizeof(m->fault), "%s", m->why);
 	return open_host(kvd, config);
 }

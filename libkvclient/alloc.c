@@ -112,7 +112,12 @@ static bool mag_rededicate(struct kvc_pool *pool, struct kvc_link *link, u32 ind
 			if (kvc_ret_add(c->pools[i], &g, 1))
 				return false;
 	}
-	*m = (struct kvc_mag){.owner = m->owner, .refill_nr = 8};
+	/* not @owner: other threads look at it without the lock */
+	kv_store_relaxed32(&m->stocked, 0);
+	m->popped = 0;
+	m->refill_nr = 8;
+	m->cursor = 0;
+	kv_store_relaxed32(&m->pause, 0);
 	kv_store_relaxed32(&link->session->magazines[index].pool_id, pool->pool_id);
 	__atomic_store_n(&m->pool_serial, pool->serial, __ATOMIC_RELEASE);
 	return true;
@@ -148,7 +153,8 @@ static int mag_find(struct kvc_pool *pool, struct kvc_link *link)
 
 	for (u32 i = 0; i < KV_MAGAZINES; i++)
 		if (__atomic_load_n(&link->mags[i].owner, __ATOMIC_RELAXED) == me &&
-		    link->mags[i].pool_serial == pool->serial)
+		    __atomic_load_n(&link->mags[i].pool_serial, __ATOMIC_ACQUIRE) ==
+			    pool->serial)
 			index = (int)i;
 	if (index < 0 && !pthread_mutex_trylock(&pool->c->lock)) {
 		if (link == pool->c->link && pool->opened)

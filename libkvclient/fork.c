@@ -79,6 +79,9 @@ static void close_gpu_fds(void)
 
 static void poison(struct kvc *c)
 {
+	/* A child's child: the numbers closed then may be other descriptors by now. */
+	if (kvc_poisoned(c) && !KV_MUTANT(poison_twice))
+		return;
 	c->poisoned = 1;
 	for (struct kvc_link *l = c->link; l; l = l->older) {
 		if (l->gone)

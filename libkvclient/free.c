@@ -3,7 +3,8 @@
  * free.c - the return list: pages wait here for the steps that may still use them.
  *
  * FREE goes to kvmd only when every step that was launched before the call has retired
- * (design 5, P6), in batches of KVC_FREE_BATCH or more, oldest first. A page on the list
+ * (design 5, P6), in batches of KVC_FREE_BATCH or more, oldest first. A call that brings
+ * a whole batch waits for kvmd's answer, one that completes a batch does not. A page on the list
  * is never handed out again from here: its next owner gets it from kvmd, with a new
  * generation.
  *
@@ -16,7 +17,9 @@
 #include <errno.h>
 #include <stdlib.h>
 
-#define RET_MIN 256u
+#define RET_MIN	    256u
+/* Pages on a list beyond which every free call waits for kvmd. */
+#define WAITING_MAX (4 * KVC_FREE_BATCH)
 
 static int grow_locked(struct kvc_pool *pool, u32 nr)
 {
@@ -65,6 +68,7 @@ int kvc_ret_add(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr)
 /* Take up to KVC_FREE_SEND_MAX pages whose fence has passed; none if they are too few. */
 static u32 take_ready(struct kvc_pool *pool, u32 at_least, struct kv_page_ref *ret)
 {
+	u64 passed = 0;
 	u32 nr = 0;
 
 	pthread_mutex_lock(&pool->lock);
@@ -73,8 +77,12 @@ static u32 take_ready(struct kvc_pool *pool, u32 at_least, struct kv_page_ref *r
 			struct kvc_ret *e =
 				&pool->ret[(pool->ret_head + nr) & (pool->ret_max - 1)];
 
-			if (!kvc_fence_passed(pool->c, e->fence))
+			/* a fence that has passed stays so: one look for a run of equals
+			 */
+			if ((!nr || e->fence != passed) &&
+			    !kvc_fence_passed(pool->c, e->fence))
 				break;
+			passed = e->fence;
 			ret[nr++] = e->ref;
 		}
 		if (nr < at_least)
@@ -98,6 +106,17 @@ static struct kvc_req free_req(struct kvc_pool *pool, const struct kv_page_ref *
 				.src = refs};
 }
 
+/* A batch that did not get into the ring: back to the list, behind newer steps at worst. */
+static void put_back(struct kvc_pool *pool, const struct kv_page_ref *refs, u32 nr)
+{
+	for (u32 i = 0; i < nr; i++) {
+		struct kv_grant g = {.pfn = refs[i].pfn, .tag = refs[i].tag};
+
+		if (kvc_ret_add(pool, &g, 1))
+			kvc_log(pool->c, KVC_LOG_ERR, "pfn %u is lost", g.pfn);
+	}
+}
+
 /**
  * kvc_ret_send() - send what may go and wait for kvmd
  * @at_least: send only batches of that many pages
@@ -117,8 +136,11 @@ int kvc_ret_send(struct kvc_pool *pool, u32 at_least, u64 deadline_ns)
 		struct kvc_req req = free_req(pool, refs, nr);
 		int r = kvc_call(pool->c, &req, deadline_ns);
 
-		if (r < 0)
+		if (r < 0) {
+			if (!req.sent && !KV_MUTANT(unsent_frees_lost))
+				put_back(pool, refs, nr);
 			return r;
+		}
 		if (r == KV_STALE)
 			outcome = r;
 	}
@@ -138,13 +160,7 @@ void kvc_ret_post(struct kvc_pool *pool, struct kvc_link *link)
 			kvc_ledger_freeing(&req);
 			continue;
 		}
-		/* no room in the ring: back to the list, behind newer steps at worst */
-		for (u32 i = 0; i < nr; i++) {
-			struct kv_grant g = {.pfn = refs[i].pfn, .tag = refs[i].tag};
-
-			if (kvc_ret_add(pool, &g, 1))
-				kvc_log(pool->c, KVC_LOG_ERR, "pfn %u is lost", g.pfn);
-		}
+		put_back(pool, refs, nr);
 		return;
 	}
 }
@@ -167,9 +183,24 @@ static int check_pfns(struct kvc_pool *pool, const struct kv_grant *pages, u32 n
 	return 0;
 }
 
+/* Whoever holds the lock is about to send or to leave: the next call tries again. */
+static void post_some(struct kvc_pool *pool)
+{
+	struct kvc *c = pool->c;
+
+	if (pthread_mutex_trylock(&c->lock))
+		return;
+	if (!c->link->dead) {
+		kvc_ring_reap(c->link);
+		kvc_ret_post(pool, c->link);
+	}
+	pthread_mutex_unlock(&c->lock);
+}
+
 int kvc_free(struct kvc_pool *pool, const struct kv_grant *pages, uint32_t nr)
 {
 	struct kvc *c = pool->c;
+	u32 waiting;
 	int r;
 
 	if (kvc_poisoned(c))
@@ -180,9 +211,15 @@ int kvc_free(struct kvc_pool *pool, const struct kv_grant *pages, uint32_t nr)
 	r = kvc_ret_add(pool, pages, nr);
 	if (r)
 		return r;
-	if (kv_load_relaxed32(&pool->ret_nr) < KVC_FREE_BATCH ||
-	    __atomic_load_n(&c->link, __ATOMIC_ACQUIRE)->dead)
+	waiting = kv_load_relaxed32(&pool->ret_nr);
+	if (waiting < KVC_FREE_BATCH || __atomic_load_n(&c->link, __ATOMIC_ACQUIRE)->dead)
 		return 0;
+	/* Few pages at a time, as from a magazine: nobody waits for a round trip. What
+	 * was found gone is said by kvc_flush(). */
+	if (nr < KVC_FREE_BATCH && waiting < WAITING_MAX) {
+		post_some(pool);
+		return 0;
+	}
 	r = kvc_ret_send(pool, KVC_FREE_BATCH, kvc_deadline(c));
 	return r < 0 ? 0 : r;
 }

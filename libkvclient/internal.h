@@ -68,6 +68,7 @@ enum kvc_slot_kind {
  * @ret: results are copied here on result 0; NULL: none wanted
  * @ret_unit: bytes of one result; @ret gets cqe.nr of them; 0 = all of @ret_bytes
  * @ret_nr, @ret_a: of the completion
+ * @sent: kvmd may have seen it
  */
 struct kvc_req {
 	u8 opcode;
@@ -85,6 +86,7 @@ struct kvc_req {
 	bool again; /* sent before, to a kvmd that went */
 	u32 ret_nr;
 	u64 ret_a;
+	bool sent;
 };
 
 struct kvc_slot {
@@ -429,6 +431,7 @@ void kvc_ledger_revoked(struct kvc_pool *pool, u32 pfn, u64 tag);
 void kvc_ledger_clear(struct kvc_pool *pool);
 void kvc_ledger_answered(const struct kvc_req *req);
 void kvc_ledger_freeing(const struct kvc_req *req);
+void kvc_ledger_not_freed(const struct kvc_req *req);
 int kvc_ledger_leases(struct kvc *c, struct kvc_pool *pool,
 		      const struct kv_msg_leases *m);
 

@@ -126,6 +126,15 @@ void kvc_ledger_freeing(const struct kvc_req *req)
 		kvc_unhold(req->pool, refs[i].pfn, refs[i].tag);
 }
 
+/** kvc_ledger_not_freed() - it found no room in the ring */
+void kvc_ledger_not_freed(const struct kvc_req *req)
+{
+	const struct kv_page_ref *refs = req->src;
+
+	for (u32 i = 0; i < req->nr; i++)
+		kvc_hold(req->pool, refs[i].pfn, refs[i].tag);
+}
+
 /* ----------------------------------------------------------------------- after a restart
  */
 

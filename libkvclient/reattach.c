@@ -126,6 +126,9 @@ static int adopt(struct kvc *c, struct kvc_link *link, u64 deadline_ns)
 		if (!pool)
 			continue;
 		pool->broken = kvc_pool_attach_locked(pool, link, deadline_ns);
+		/* too late for this call, not for the next one: it connects anew */
+		if (pool->broken == -ETIMEDOUT)
+			kvc_link_dead_locked(link, -ETIMEDOUT);
 		if (link->dead)
 			return -ECONNRESET;
 		if (pool->broken)
@@ -202,14 +205,16 @@ static void mark_dead(struct kvc_link *link, int error)
 }
 
 /* One try; the ledger follows while the link counts us as a user. */
-static int call_on(struct kvc_link *link, struct kvc_req *req, u64 deadline_ns,
-		   bool first)
+static int call_on(struct kvc_link *link, struct kvc_req *req, u64 deadline_ns)
 {
+	bool freeing = req->opcode == KV_OP_FREE && !req->sent;
 	int r;
 
-	if (req->opcode == KV_OP_FREE && first)
+	if (freeing)
 		kvc_ledger_freeing(req);
 	r = kvc_ring_call(link, req, deadline_ns);
+	if (freeing && !req->sent)
+		kvc_ledger_not_freed(req);
 	if (!r)
 		kvc_ledger_answered(req);
 	return r;
@@ -242,11 +247,11 @@ int kvc_call(struct kvc *c, struct kvc_req *req, u64 deadline_ns)
 			return r;
 		if (req->pool && req->pool->broken)
 			r = kvc_fail(-ESHUTDOWN, "the pool was lost when kvmd restarted");
-		else if (req->opcode == KV_OP_FREE && sent_in == link->session_serial &&
-			 !KV_MUTANT(free_sent_again))
+		else if (req->opcode == KV_OP_FREE && req->sent &&
+			 sent_in == link->session_serial && !KV_MUTANT(free_sent_again))
 			r = 0;
 		else
-			r = call_on(link, req, deadline_ns, !sent_in);
+			r = call_on(link, req, deadline_ns);
 		sent_in = link->session_serial;
 		req->again = true;
 		error = link->ring.error;

@@ -235,10 +235,11 @@ static bool completion_there(struct kvc_ring *ring)
 	       kv_load_relaxed32(&ring->cq_head);
 }
 
-static bool spin_for_completion(struct kvc_ring *ring, u64 deadline_ns)
+/* @work_ns: what the caller's own request will take about */
+static bool spin_for_completion(struct kvc_ring *ring, u64 work_ns, u64 deadline_ns)
 {
 	u64 now_ns = kv_now_ns();
-	u64 end_ns = KV_MIN(now_ns + KVC_SPIN_NS, deadline_ns);
+	u64 end_ns = KV_MIN(now_ns + work_ns + KVC_SPIN_NS, deadline_ns);
 
 	while (now_ns < end_ns) {
 		for (int i = 0; i < 32; i++) {
@@ -307,7 +308,7 @@ static int sleep_for_completion(struct kvc_link *link, u64 deadline_ns)
  * Wait until something changed: as the one that polls for all, or on the condition.
  * Return: 0 look again; -ETIMEDOUT; the ring's error.
  */
-static int wait_change_locked(struct kvc_link *link, u64 deadline_ns)
+static int wait_change_locked(struct kvc_link *link, u64 work_ns, u64 deadline_ns)
 {
 	struct kvc_ring *ring = &link->ring;
 	int r = 0;
@@ -323,7 +324,7 @@ static int wait_change_locked(struct kvc_link *link, u64 deadline_ns)
 	}
 	ring->polling = true;
 	pthread_mutex_unlock(&ring->lock);
-	if (!ring->spin || !spin_for_completion(ring, deadline_ns))
+	if (!ring->spin || !spin_for_completion(ring, work_ns, deadline_ns))
 		r = sleep_for_completion(link, deadline_ns);
 	pthread_mutex_lock(&ring->lock);
 	ring->polling = false;
@@ -361,7 +362,7 @@ static int slot_get(struct kvc_link *link, const struct kvc_req *req, u32 kind,
 		if (!deadline_ns)
 			goto unlock;
 		ring->nr_waiting++;
-		r = wait_change_locked(link, deadline_ns);
+		r = wait_change_locked(link, 0, deadline_ns);
 		ring->nr_waiting--;
 		if (r)
 			goto unlock;
@@ -468,13 +469,15 @@ int kvc_ring_call(struct kvc_link *link, struct kvc_req *req, u64 deadline_ns)
 	r = slot_get(link, req, KVC_SYNC, deadline_ns, &slot);
 	if (r)
 		return r;
+	req->sent = true;
 	submit(link, req, slot);
 	pthread_mutex_lock(&ring->lock);
 	for (;;) {
 		reap_locked(link);
 		if (slot->state == KVC_SLOT_DONE)
 			break;
-		r = r ? r : wait_change_locked(link, deadline_ns);
+		/* kvmd reads, hashes or compares each byte of the arguments: 1 ns at most */
+		r = r ? r : wait_change_locked(link, req->arg_bytes, deadline_ns);
 		if (r && slot->state != KVC_SLOT_DONE) {
 			slot->kind = KVC_ABANDONED;
 			pthread_mutex_unlock(&ring->lock);
@@ -523,7 +526,7 @@ int kvc_ring_settle_frees(struct kvc_link *link, u64 deadline_ns)
 	pthread_mutex_lock(&ring->lock);
 	reap_locked(link);
 	while (ring->frees_in_flight && !r)
-		r = wait_change_locked(link, deadline_ns);
+		r = wait_change_locked(link, 0, deadline_ns);
 	if (!r && ring->stale_frees) {
 		ring->stale_frees = 0;
 		r = KV_STALE;

@@ -22,6 +22,7 @@
 #include <unistd.h>
 
 #include "base/cuda_syms.h"
+#include "base/mutant.h"
 #include "kvmd/dbg/fault.h"
 
 #define EXTENT_ALIGN_BYTES \
@@ -176,6 +177,11 @@ static int start(struct cuda *cuda)
 		err = read_info(cuda);
 	if (!err)
 		err = check_abilities(cuda);
+	if (KV_MUTANT(context_in_kvmd)) {
+		kv_cu_ctx ctx;
+
+		cuda->cu.ctx_retain(&ctx, cuda->device);
+	}
 	if (err)
 		return err;
 	prop = alloc_prop(cuda);

@@ -16,6 +16,7 @@
 #include "kvmd/ipc/conn.h"
 
 #define INCIDENT_FRESH_NS 600000000000ull
+#define HELD_NS		  500000000ull
 
 void kvd_admin_lower(const char *in, char *out, size_t room)
 {
@@ -60,6 +61,13 @@ static void reasons_sessions(struct kvd *kvd, cJSON *reasons)
 	u32 raced = 0, unread = 0, ended = 0;
 
 	list_for_each_entry (conn, &kvd->conns, node) {
+		const char *proof = kvd_proof_text(conn);
+
+		if (proof)
+			reason(reasons, "GPU_WORK_UNPROVEN",
+			       "session %llu pid %d (%s) is gone with a step in flight: %s",
+			       (unsigned long long)conn->client_id, conn->cred.pid,
+			       conn->name, proof);
 		raced += conn->pidfd_raced;
 		unread += conn->undispatched_ns &&
 			  kvd->now_ns - conn->undispatched_ns > 100000000ull;
@@ -82,6 +90,39 @@ static void reasons_sessions(struct kvd *kvd, cJSON *reasons)
 		       "%u ended session(s) whose last steps are not over", ended);
 }
 
+/* Extents that this session was asked to unmap and has not. */
+static u32 nr_held_extents(const struct kvd_session *s)
+{
+	u32 nr = 0;
+
+	for (u32 p = 0; p < KV_POOLS_MAX; p++) {
+		const struct kvd_attach *a = &s->attach[p];
+
+		for (u32 i = 0; a->pool && i < a->pool->nr_extents; i++)
+			nr += a->pool->extents[i].state == KVD_EXTENT_DRAINING &&
+			      (a->given[i / 64] >> (i % 64) & 1);
+	}
+	return nr;
+}
+
+/* Memory that is charged and of no use to anybody (cases O04, O16). */
+static void reasons_draining(struct kvd *kvd, cJSON *reasons)
+{
+	const struct kvd_session *s;
+	u32 nr;
+
+	if (!kvd->draining_ns || kvd->now_ns - kvd->draining_ns < HELD_NS ||
+	    !kvd->core.mm.draining_bytes)
+		return;
+	list_for_each_entry (s, &kvd->core.sessions, node) {
+		nr = nr_held_extents(s);
+		if (nr)
+			reason(reasons, "EXTENTS_HELD",
+			       "session %llu pid %d (%s) has not unmapped %u extent(s)",
+			       (unsigned long long)s->id, s->pid, s->name, nr);
+	}
+}
+
 static void reasons_gpu(struct kvd *kvd, cJSON *reasons)
 {
 	const struct kvd_memory *m = &kvd->memory;
@@ -92,6 +133,10 @@ static void reasons_gpu(struct kvd *kvd, cJSON *reasons)
 		return;
 	if (m->fault[0])
 		reason(reasons, "GPU_POLICY", "pools are refused: %s", m->fault);
+	if (kvd->proof.last.result)
+		reason(reasons, "GPU_NO_NVML",
+		       "%s: an engine killed in a step keeps its pages from use",
+		       kvd->proof.last.error);
 	if (kvd_cuda_state(kvd->backend) == KVD_CUDA_FAILED)
 		reason(reasons, "GPU_FAILED", "no GPU memory: %s",
 		       kvd_cuda_error(kvd->backend));
@@ -118,6 +163,7 @@ static void reasons_all(struct kvd *kvd, cJSON *reasons)
 		reason(reasons, "FAULTS_ARMED", "--faults %s", kvd->opt.faults);
 	reasons_gpu(kvd, reasons);
 	reasons_sessions(kvd, reasons);
+	reasons_draining(kvd, reasons);
 	last = kvd_incident_get(&kvd->core.incidents, kvd->core.incidents.total);
 	if (last && kvd->now_ns - last->when_ns < INCIDENT_FRESH_NS)
 		reason(reasons, "INCIDENTS", "%llu failed check(s), the last %llu s ago",

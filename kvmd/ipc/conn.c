@@ -292,17 +292,14 @@ static void conn_ready(void *arg, u32 events)
 		conn_readable(conn);
 }
 
-/* The process is gone: on the host backend that is the proof that no step of it runs. */
+/* The process is gone; whether its work is, proof.c finds out. */
 static void conn_pid_ready(void *arg, u32 events)
 {
 	struct kvd_conn *conn = arg;
-	struct kvd_session *session = conn->session;
 
 	kvd_loop_del(conn->kvd->loop, &conn->pid_watch);
 	kvd_conn_end(conn, 0, "process ended");
-	session = conn->session;
-	if (session)
-		kvd_session_work_ended(session);
+	kvd_proof_exited(conn);
 }
 
 /* ---------------------------------------------------------------- beginning */

@@ -20,6 +20,7 @@
 #include "kvmd/config.h"
 #include "kvmd/ipc/loop.h"
 #include "kvmd/ipc/msg.h"
+#include "kvmd/ipc/proof.h"
 #include "kvmd/ipc/ring.h"
 
 struct kvd;
@@ -54,6 +55,7 @@ enum kvd_conn_state {
  * @told: pools whose extents were sent on this connection, by entry of session->attach
  * @leases: LEASES being sent; @leases_pfn where it goes on
  * @opening: POOL_OPEN runs: its extents are sent after the reply
+ * @proof: of the end of its GPU work
  * @held, @held_bytes: a POOL_OPEN that waits for the GPU to start; nothing is read
  * until then
  * @nr_requests: hashing or parked; @nr_parked: parked ones
@@ -95,6 +97,7 @@ struct kvd_conn {
 	struct kvd_pool *leases;
 	u32 leases_pfn;
 	bool opening;
+	struct kvd_conn_proof proof;
 	struct kv_msg *held;
 	u32 held_bytes;
 	bool dead;

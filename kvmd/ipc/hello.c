@@ -388,6 +388,7 @@ int kvd_pool_message(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes,
 {
 	const struct kv_msg_pool_open *open_msg = (const void *)msg;
 	char error[128];
+	int r;
 
 	if (msg->type == KV_MSG_POOL_CLOSE) {
 		*ret_why = "POOL_CLOSE has another size";
@@ -403,7 +404,8 @@ int kvd_pool_message(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes,
 	if (bytes < sizeof(*open_msg) || open_msg->layout.nr_scales > KV_SCALES_MAX ||
 	    bytes != sizeof(*open_msg) + open_msg->layout.nr_scales * sizeof(float))
 		return -EPROTO;
-	if (kvd_memory_check(conn->kvd, open_msg->gpu_uuid, error) == -EAGAIN) {
+	r = kvd_memory_check(conn->kvd, open_msg->gpu_uuid, error);
+	if (r == -EAGAIN || (!r && kvd_proof_wait(conn))) {
 		*ret_why = "no memory to hold a POOL_OPEN";
 		return kvd_conn_hold(conn, msg, bytes) ? -EPROTO : 0;
 	}

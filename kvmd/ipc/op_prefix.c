@@ -42,6 +42,26 @@ int kvd_op_seal_again(struct kvd_request *req)
 	return r;
 }
 
+/*
+ * Tokens of the pages that the next step can reach are copied, each once: a lookup that
+ * ends early never moves the rest of the array from the client's cache to ours.
+ */
+static int lookup_fetch(struct kvd_request *req)
+{
+	struct kvd_lookup_op *op = &req->lookup;
+	u32 pages = op->nr + (op->nr ? KVD_WALK_SLICE : KVD_LOOKUP_FIRST);
+	u32 from = op->nr_ready * KV_PAGE_TOKENS, to;
+	u32 off = (u32)sizeof(struct kv_lookup_arg) + from * (u32)sizeof(u32);
+
+	pages = KV_MIN(pages, op->nr_tokens / KV_PAGE_TOKENS);
+	if (pages <= op->nr_ready)
+		return 0;
+	to = pages * KV_PAGE_TOKENS;
+	op->nr_ready = pages;
+	return kvd_ring_args(&req->conn->ring, req->sqe.arg_off + off,
+			     (to - from) * (u32)sizeof(u32), req->args + off);
+}
+
 /* args: kv_lookup_arg, tokens[nr] */
 int kvd_op_lookup(struct kvd_request *req)
 {
@@ -74,6 +94,9 @@ int kvd_op_lookup_again(struct kvd_request *req)
 	struct kvd_lookup_op *op = &req->lookup;
 	int r;
 
+	r = lookup_fetch(req);
+	if (r)
+		return r;
 	r = kvd_lookup_step(op);
 	if (r == -EAGAIN)
 		return KVD_REQUEST_AGAIN;

@@ -50,7 +50,7 @@ static const struct kvd_op optable[KV_OP_NR] = {
 	[KV_OP_LOOKUP] =
 		{
 			.name = "lookup",
-			.flags = KVD_OP_POOL | KVD_OP_SOME,
+			.flags = KVD_OP_POOL | KVD_OP_SOME | KVD_OP_LATE,
 			.nr_max = KV_LOOKUP_MAX,
 			.arg_fixed = sizeof(struct kv_lookup_arg),
 			.arg_each = sizeof(u32),

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -185,23 +186,26 @@ static int env_region_alloc(void *arg, struct kvd_region *r)
 		[KVD_REGION_SCRATCH] = "kvmd-scratch",
 	};
 	struct kvd_state *state = arg;
-	int res;
 	enum kvd_memfd_seals seals =
 		r->kind == KVD_REGION_TABLE ? KVD_MEMFD_TABLE : KVD_MEMFD_PRIVATE;
+	int e;
 
 	if (kvd_fault(r->kind == KVD_REGION_TABLE ? KVD_FAULT_table_alloc
 						  : KVD_FAULT_record_alloc))
 		return -ENOMEM;
-	res = kvd_memfd_create(names[r->kind], r->size_bytes, seals, &r->addr, &r->fd);
-	if (res || !state->put)
-		return res;
-	res = state->put(state->keep_arg, r);
-	if (res) {
+	e = kvd_memfd_create(names[r->kind], r->size_bytes, seals, &r->addr, &r->fd);
+	if (e)
+		return e;
+	/* Where the host's shmem_enabled says advise; elsewhere it does nothing. */
+	if (r->kind != KVD_REGION_LEASES && r->size_bytes >= KVD_REGION_HUGE)
+		madvise(r->addr, r->size_bytes, MADV_HUGEPAGE);
+	e = state->put ? state->put(state->keep_arg, r) : 0;
+	if (e) {
 		kvd_memfd_destroy(r->addr, r->size_bytes, r->fd);
 		r->addr = NULL;
 		r->fd = -1;
 	}
-	return res;
+	return e;
 }
 
 static void env_region_free(void *arg, struct kvd_region *r)

@@ -46,6 +46,10 @@ struct kvd_region {
 	int fd;
 };
 
+/* A region as large as this is looked up at random places: huge pages save the walk of
+ * the page tables. Not for LEASES, of which each session has one and touches little. */
+#define KVD_REGION_HUGE (4ull << 20)
+
 /**
  * enum kvd_saved - counters that must never repeat, saved before they are used
  * @KVD_SAVED_GENERATION: no generation at or above this was ever given out

@@ -92,6 +92,21 @@ int kvd_domain_destroy(struct kvd_core *core, struct kvd_domain *domain)
 	return 0;
 }
 
+u32 kvd_domain_pool_room(const struct kvd_core *core, const struct kvd_domain *domain)
+{
+	u32 nr_of[KVD_DOMAINS_MAX] = {0}, unused = 0, kept = 0;
+
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		if (core->mm.pools[i])
+			nr_of[core->mm.pools[i]->domain_id]++;
+		else
+			unused++;
+	}
+	for (u32 i = 0; i < KVD_DOMAINS_MAX; i++)
+		kept += core->domains[i] && core->domains[i] != domain && !nr_of[i];
+	return unused - KV_MIN(unused, kept);
+}
+
 void kvd_domain_pools_trim(struct kvd_core *core)
 {
 	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {

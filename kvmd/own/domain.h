@@ -56,6 +56,10 @@ struct kvd_domain *kvd_domain_find(struct kvd_core *core, const char *name);
  */
 int kvd_domain_destroy(struct kvd_core *core, struct kvd_domain *domain);
 
+/** kvd_domain_pool_room() - pools that @domain may still make: every other one that has
+ * none yet is left a place for its first */
+u32 kvd_domain_pool_room(const struct kvd_core *core, const struct kvd_domain *domain);
+
 /** kvd_domain_pools_trim() - destroy pools with no page, no session and no extent given
  * out */
 void kvd_domain_pools_trim(struct kvd_core *core);

@@ -266,6 +266,7 @@ int kvd_lookup_start(struct kvd_lookup_op *op)
 	op->parent_gen = 0;
 	op->walk = KVD_WALK_ROOT;
 	op->ahead = KVD_WALK_AHEAD / 4;
+	op->ahead_keys = 1;
 	memcpy(op->key, op->a->pool->root_key, KV_KEY_BYTES);
 	op->a->pool->nr_lookups++;
 	return 0;
@@ -302,18 +303,15 @@ static void lookup_hit(struct kvd_lookup_op *op, u32 pfn, u64 walk)
 	pool->nr_hits++;
 }
 
-/* One page further by its key. Return: true when there was a hit. */
-static bool lookup_hash(struct kvd_lookup_op *op)
+/* Page @op->nr by its @key; @walk is the token hash up to it. */
+static bool lookup_key(struct kvd_lookup_op *op, const u8 *key, u64 walk)
 {
 	struct kvd_pool *pool = op->a->pool;
-	const u32 *tokens = lookup_tokens(op, op->nr);
-	u64 walk = kvd_walk_hash(pool, op->walk, tokens);
-	u8 key[KV_KEY_BYTES];
 	struct kvd_frame *f;
 	u32 pfn;
 
-	kvd_prefix_pool_key(pool, op->key, tokens, key);
-	pfn = kvd_prefix_find(pool, key, tokens, op->parent, op->nr == 0);
+	pfn = kvd_prefix_find(pool, key, lookup_tokens(op, op->nr), op->parent,
+			      op->nr == 0);
 	if (pfn == KVD_PFN_NONE || !may_hit(op, pfn))
 		return false;
 	f = &pool->frames[pfn];
@@ -324,6 +322,38 @@ static bool lookup_hash(struct kvd_lookup_op *op)
 	if (!pool->links[pfn].walk)
 		kvd_walk_add(pool, pfn, walk);
 	lookup_hit(op, pfn, walk);
+	return true;
+}
+
+/*
+ * Up to @max pages by their keys. A key needs the one before it, but not its entry: while
+ * one is computed, the memory of the page before comes in. Return: were all of them hits?
+ */
+static bool lookup_hash(struct kvd_lookup_op *op, u32 max)
+{
+	struct kvd_pool *pool = op->a->pool;
+	u8 keys[KVD_HASH_SLICE][KV_KEY_BYTES];
+	u64 walks[KVD_HASH_SLICE], walk = op->walk;
+	const u8 *key = op->key;
+	u32 *head = NULL;
+
+	kv_assert(max <= KVD_HASH_SLICE);
+	for (u32 i = 0; i < max; i++) {
+		const u32 *tokens = lookup_tokens(op, op->nr + i);
+
+		kvd_prefix_pool_key(pool, key, tokens, keys[i]);
+		if (head)
+			kvd_walk_fetch(op->a, *head);
+		key = keys[i];
+		head = kvd_prefix_head(pool, key);
+		__builtin_prefetch(head);
+		walk = kvd_walk_hash(pool, walk, tokens);
+		walks[i] = walk;
+		kvd_walk_head_fetch(pool, walk);
+	}
+	for (u32 i = 0; i < max; i++)
+		if (!lookup_key(op, keys[i], walks[i]))
+			return false;
 	return true;
 }
 
@@ -344,26 +374,36 @@ static void lookup_walk(struct kvd_lookup_op *op, u32 max)
 	}
 }
 
+/* A page that is hashed counts as so many that are walked. */
+#define KEY_COST (KVD_WALK_SLICE / KVD_HASH_SLICE)
+
 int kvd_lookup_step(struct kvd_lookup_op *op)
 {
-	u32 want = KV_MIN(op->nr_tokens / KV_PAGE_TOKENS, op->hits_max);
+	u32 want = KV_MIN(op->nr_tokens / KV_PAGE_TOKENS, op->hits_max), here;
 
 	kv_assert(op->s->state == KVD_SESSION_LIVE && op->a->pool);
 	if (op->max_pages)
 		want = KV_MIN(want, op->max_pages);
-	for (u32 left = KVD_WALK_SLICE; left;) {
-		u32 max = KV_MIN(KV_MIN(want - op->nr, left), op->ahead), from = op->nr;
+	here = op->nr_ready ? KV_MIN(want, op->nr_ready) : want;
+	for (u32 left = KVD_WALK_SLICE; left && op->nr < here;) {
+		u32 max = KV_MIN(KV_MIN(here - op->nr, left), op->ahead), from = op->nr;
 
 		lookup_walk(op, max);
 		left -= op->nr - from;
-		if (op->nr - from == max && op->nr < want) {
+		if (op->nr - from == max) {
 			op->ahead = KV_MIN(op->ahead * 4, KVD_WALK_AHEAD);
+			op->ahead_keys = 1;
 			continue;
 		}
-		op->ahead = 1;
-		if (op->nr == want || (left && !lookup_hash(op)))
+		max = KV_MIN(here - op->nr, kv_div_round_up(left, KEY_COST));
+		max = KV_MIN(max, op->ahead_keys);
+		if (!lookup_hash(op, max))
 			return op->nr ? 0 : KV_MISS;
-		left -= KV_MIN(left, KVD_WALK_SLICE / KVD_HASH_SLICE);
+		left -= KV_MIN(left, max * KEY_COST);
+		op->ahead = 1;
+		op->ahead_keys = KV_MIN(op->ahead_keys * 4, KVD_HASH_SLICE);
 	}
-	return op->nr < want ? -EAGAIN : 0;
+	if (op->nr < want)
+		return -EAGAIN;
+	return op->nr ? 0 : KV_MISS;
 }

@@ -18,11 +18,14 @@
 
 #include "kvmd/own/session.h"
 
-#define KVD_HASH_SLICE 16u
+#define KVD_HASH_SLICE	 16u
 
 /* Pages that a lookup may find by a walk in one turn; a page that must be hashed counts as
  * four of them. */
-#define KVD_WALK_SLICE (4 * KVD_HASH_SLICE)
+#define KVD_WALK_SLICE	 (4 * KVD_HASH_SLICE)
+
+/* Pages whose tokens are wanted for a lookup's first step: most misses end there. */
+#define KVD_LOOKUP_FIRST 8u
 
 /** kvd_prefix_root_key() - key -1 of a domain and layout */
 void kvd_prefix_root_key(const u8 *secret, u64 fingerprint, u8 *ret_key);
@@ -74,6 +77,8 @@ int kvd_seal_step(struct kvd_seal_op *op);
  * @s, @a: as above. When the session ends its pins drop with all others
  * @tokens: [nr_tokens], the caller's private copy
  * @nr_tokens: only whole pages are looked up
+ * @nr_ready: pages whose tokens are there already, the caller adds to it between steps; 0
+ * = all
  * @max_pages: stop after so many hits; 0 = room in @hits
  * @hits: [hits_max]
  * @nr: pages found, each pinned for @s
@@ -81,12 +86,14 @@ int kvd_seal_step(struct kvd_seal_op *op);
  * @parent, @parent_gen: pfn and generation of page @nr - 1
  * @walk: token hash up to page @nr - 1 (own/walk.h)
  * @ahead: pages to try by the next walk: few where the last one ended early
+ * @ahead_keys: pages to hash together next: few at first, most misses end there
  */
 struct kvd_lookup_op {
 	struct kvd_session *s;
 	struct kvd_attach *a;
 	const u32 *tokens;
 	u32 nr_tokens;
+	u32 nr_ready;
 	u32 max_pages;
 	struct kv_hit *hits;
 	u32 hits_max;
@@ -96,6 +103,7 @@ struct kvd_lookup_op {
 	u64 parent_gen;
 	u64 walk;
 	u32 ahead;
+	u32 ahead_keys;
 };
 
 /** kvd_lookup_start() - set up @op; s .. hits_max are filled by the caller. Return: 0;

@@ -293,14 +293,23 @@ static int pool_get(struct kvd_session *s, const struct kv_layout *layout,
 		if (r)
 			return r;
 	}
-	r = kvd_pool_create(&core->mm, &p, ret_pool);
-	if (r == -ENOSPC) {
+	if (kvd_domain_pool_room(core, domain) == 0)
 		kvd_domain_pools_trim(core);
-		r = kvd_pool_create(&core->mm, &p, ret_pool);
-	}
+	if (kvd_domain_pool_room(core, domain) == 0 && !KV_MUTANT(all_pools_for_one))
+		return -ENOSPC;
+	r = kvd_pool_create(&core->mm, &p, ret_pool);
 	if (!r)
 		kvd_prefix_pool_init(*ret_pool, domain->secret);
 	return r;
+}
+
+static struct kvd_attach *attach_of_layout(struct kvd_session *s, u64 fingerprint)
+{
+	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
+		if (s->attach[i].pool && s->attach[i].pool->fingerprint == fingerprint)
+			return &s->attach[i];
+	}
+	return NULL;
 }
 
 int kvd_session_open_pool(struct kvd_session *s, const struct kv_layout *layout,
@@ -319,15 +328,14 @@ int kvd_session_open_pool(struct kvd_session *s, const struct kv_layout *layout,
 		if (!s->attach[i].pool)
 			a = &s->attach[i];
 	}
+	*ret_attach = attach_of_layout(s, kvd_layout_fingerprint(layout, scales));
+	if (*ret_attach)
+		return 0;
+	if (!a)
+		return -EMFILE;
 	r = pool_get(s, layout, scales, &pool, ret_why);
 	if (r)
 		return r;
-	if (kvd_session_attach(s, pool->id)) {
-		*ret_attach = kvd_session_attach(s, pool->id);
-		return 0;
-	}
-	if (!a)
-		return -EMFILE;
 	r = attach_init(s, a, pool);
 	if (r)
 		return r;

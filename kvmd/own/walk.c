@@ -74,10 +74,18 @@ static const u32 *page_tokens_of(const struct kvd_pool *pool, u32 pfn)
 	return pool->tokens + (u64)pfn * KV_PAGE_TOKENS;
 }
 
-static void page_fetch(const struct kvd_attach *a, u32 pfn)
+void kvd_walk_head_fetch(const struct kvd_pool *pool, u64 hash)
+{
+	__builtin_prefetch(head_of(pool, hash), 1);
+}
+
+void kvd_walk_fetch(const struct kvd_attach *a, u32 pfn)
 {
 	const u32 *tokens = page_tokens_of(a->pool, pfn);
 
+	if (pfn == KVD_PFN_NONE)
+		return;
+	__builtin_prefetch(&a->pool->links[pfn], 1);
 	__builtin_prefetch(&a->pool->frames[pfn], 1);
 	__builtin_prefetch(&a->pool->frames[pfn].past, 1);
 	for (u32 i = 0; i < KV_PAGE_TOKENS; i += 64 / sizeof(u32))
@@ -90,7 +98,6 @@ void kvd_walk_ahead(const struct kvd_attach *a, u64 before, const u32 *tokens, u
 		    u64 *ret_hashes)
 {
 	const struct kvd_pool *pool = a->pool;
-	u32 pfns[KVD_WALK_AHEAD];
 
 	kv_assert(nr <= KVD_WALK_AHEAD);
 	for (u32 i = 0; i < nr; i++) {
@@ -98,13 +105,8 @@ void kvd_walk_ahead(const struct kvd_attach *a, u64 before, const u32 *tokens, u
 		ret_hashes[i] = before;
 		__builtin_prefetch(head_of(pool, before));
 	}
-	for (u32 i = 0; i < nr; i++) {
-		pfns[i] = *head_of(pool, ret_hashes[i]);
-		if (pfns[i] == KVD_PFN_NONE)
-			continue;
-		__builtin_prefetch(&pool->links[pfns[i]], 1);
-		page_fetch(a, pfns[i]);
-	}
+	for (u32 i = 0; i < nr; i++)
+		kvd_walk_fetch(a, *head_of(pool, ret_hashes[i]));
 }
 
 static bool follows(const struct kvd_pool *pool, u32 pfn, u32 parent, u64 parent_gen)

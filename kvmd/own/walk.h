@@ -50,6 +50,13 @@ void kvd_walk_del(struct kvd_pool *pool, u32 pfn);
 void kvd_walk_ahead(const struct kvd_attach *a, u64 before, const u32 *tokens, u32 nr,
 		    u64 *ret_hashes);
 
+/** kvd_walk_head_fetch() - fetch the head of a chain that is entered soon */
+void kvd_walk_head_fetch(const struct kvd_pool *pool, u64 hash);
+
+/** kvd_walk_fetch() - fetch what a lookup will touch of a page, unless it is KVD_PFN_NONE
+ */
+void kvd_walk_fetch(const struct kvd_attach *a, u32 pfn);
+
 /**
  * kvd_walk_find() - the entry with these tokens after that parent, findable or not
  * @hash: token hash, with @tokens

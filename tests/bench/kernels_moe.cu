@@ -9,7 +9,7 @@
  * same kernel with its products left out: what the access pattern alone costs. One
  * thread.
  */
-#include "gpu_bench.h"
+#include "kernels_moe.h"
 
 #include <errno.h>
 #include <math.h>
@@ -450,6 +450,76 @@ static int line(struct kvb_ctx *ctx, struct moe_data *d, const struct model *m,
 	return r;
 }
 
+/* -------------------------------------------------------------------- FP8 experts */
+
+static int call_fp8(struct kvb_ctx *ctx, void *arg, uint32_t set)
+{
+	struct moe_data *d = (struct moe_data *)arg;
+	const size_t slots = (size_t)d->nr_tokens * d->top_k;
+	struct kvk_moe_args a = {};
+
+	a.experts = d->e;
+	a.x = d->x;
+	a.y = d->y;
+	a.ids = d->ids + set * slots;
+	a.weights = d->weights + set * slots;
+	a.nr_tokens = d->nr_tokens;
+	a.top_k = d->top_k;
+	a.act_dtype = KVK_BF16;
+	a.workspace = d->ws;
+	a.workspace_bytes = d->ws_bytes;
+	return kvk_moe_fp8_cuda(&a, ctx->stream);
+}
+
+/* GLM-5 with E4M3 experts in their standard order. */
+static int fp8_lines(struct kvb_ctx *ctx)
+{
+	static const struct model m = {"glm5 fp8", 256, 6144, 2048, 128, {}, {}, {}};
+	static const uint32_t counts[] = {1, 8, 64, 128, 1024};
+	const size_t w13 = 2ul * m.inter * m.hidden, w2 = w13 / 2;
+	const size_t scales = w13 / 128 / 128 * 4;
+	struct kvk_moe_args a = {};
+	struct moe_data d;
+	float *s;
+	int r = 0;
+
+	if (!kvb_selected(ctx, "fp8 glm5 full uniform", ""))
+		return 0;
+	data_alloc(ctx, &d, &m, 1024);
+	KVB_CUDA(cudaFree(d.w13));
+	KVB_CUDA(cudaFree(d.w2));
+	KVB_CUDA(cudaFree(d.ws));
+	KVB_CUDA(cudaMalloc((void **)&d.w13, w13 * m.nr_experts));
+	KVB_CUDA(cudaMalloc((void **)&d.w2, w2 * m.nr_experts));
+	KVB_CUDA(cudaMalloc((void **)&s, scales * m.nr_experts));
+	kvb_fill_e4m3(ctx, d.w13, w13 * m.nr_experts, 11);
+	kvb_fill_e4m3(ctx, d.w2, w2 * m.nr_experts, 12);
+	kvb_fill_f32(ctx, s, scales / 4 * m.nr_experts, 13, 1e-4f);
+	d.e.dtype = KVK_E4M3;
+	d.e.order = KVK_ORDER_STANDARD;
+	d.e.w13 = d.w13;
+	d.e.w2 = d.w2;
+	d.e.s13 = d.e.s2 = s;
+	a.experts = d.e;
+	a.nr_tokens = 1024;
+	a.top_k = d.top_k;
+	a.act_dtype = KVK_BF16;
+	d.ws_bytes = kvk_moe_workspace_cuda(&a);
+	KVB_CUDA(cudaMalloc(&d.ws, d.ws_bytes));
+	for (uint32_t c = 0; c < 5 && !r; c++) {
+		double bytes;
+
+		d.nr_tokens = counts[c];
+		bytes = route_sets(ctx, &d, UNIFORM, 8) * (double)(w13 + w2);
+		r = kvb_dense_line(ctx, call_fp8, &d, "fp8 glm5 full uniform", counts[c],
+				   bytes, 6.0 * counts[c] * d.top_k * m.hidden * m.inter,
+				   8);
+	}
+	data_free(&d);
+	KVB_CUDA(cudaFree(s));
+	return r;
+}
+
 int kvb_kernels_moe(struct kvb_ctx *ctx)
 {
 	int r = 0;
@@ -472,5 +542,9 @@ int kvb_kernels_moe(struct kvb_ctx *ctx)
 			r = line(ctx, &d, m, c, SINGLE, bytes);
 		data_free(&d);
 	}
+	if (!r)
+		r = fp8_lines(ctx);
+	if (!r)
+		r = kvb_dense_lines(ctx);
 	return r;
 }

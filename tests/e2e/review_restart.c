@@ -21,7 +21,7 @@
 extern char **environ;
 
 static struct rig rig;
-static struct trace alone[2], traces[2];
+static struct trace alone[2], traces[2], third;
 static u32 prompt[2][PROMPT];
 
 /* The same directory, so the same sockets and the same saved counters. */
@@ -76,7 +76,7 @@ static void restart_under_load(const char *check, int sig, u32 nr_tokens)
 {
 	const char *const args[] = {"--host-bytes", HOST_BYTES, "--check", check, NULL};
 	struct eng_options opt = {
-		.kv = ENG_KV_FP8, .batch_max = 4, .chunk_tokens = 64, .no_prefix = true};
+		.kv = ENG_KV_FP8, .batch_max = 4, .chunk_tokens = 64, .no_seal = true};
 	struct eng_request *r[2];
 	struct eng_engine *e;
 
@@ -93,6 +93,8 @@ static void restart_under_load(const char *check, int sig, u32 nr_tokens)
 	rig_turns(e, r[0], nr_tokens);
 	kvmd_end(sig);
 	kvmd_again(check);
+	/* its lookup connects again, in the turn in which the others go on */
+	trace_submit(e, &third, prompt[0], PROMPT, 2, false);
 	rig_run(e);
 	for (u32 i = 0; i < 2; i++) {
 		KVT_EXPECT_STR(eng_finish_str(traces[i].res.finish), "length");
@@ -103,16 +105,15 @@ static void restart_under_load(const char *check, int sig, u32 nr_tokens)
 	rig_close(&rig);
 }
 
-/* At each distance from the next page: the reconnect happens in another call each time. */
+/* At distances from the next page: the reconnect happens in another call each time. */
 KVT_TEST(requests_outlive_a_killed_daemon)
 {
-	for (u32 nr = 1; nr < 70; nr += 17)
+	for (u32 nr = 1; nr < 70; nr += 34)
 		restart_under_load("batch", SIGKILL, nr);
 }
 
 KVT_TEST(requests_outlive_a_daemon_that_was_stopped)
 {
-	restart_under_load("batch", SIGTERM, 5);
 	restart_under_load("batch", SIGTERM, 41);
 }
 
@@ -120,6 +121,44 @@ KVT_TEST(requests_outlive_a_daemon_that_was_stopped)
 KVT_TEST(requests_outlive_a_killed_daemon_without_the_check)
 {
 	restart_under_load("off", SIGKILL, 20);
+}
+
+/* A daemon that stays away ends requests, it does not leave them hanging. */
+static void stays_away(int sig)
+{
+	const char *const args[] = {"--host-bytes", HOST_BYTES, NULL};
+	struct eng_options opt = {.kv = ENG_KV_FP8,
+				  .batch_max = 4,
+				  .chunk_tokens = 64,
+				  .no_prefix = true,
+				  .timeout_ms = 50,
+				  .admit_ms = 400};
+	struct eng_request *r[2];
+	struct eng_engine *e;
+
+	rig_kvmd(&rig, args);
+	rig_model(&rig, "tiny-k2", ENG_WEIGHTS_AS_IS);
+	e = rig_engine(&rig, &opt);
+	for (u32 i = 0; i < 2; i++) {
+		rig_prompt(80 + i, prompt[i], PROMPT);
+		r[i] = trace_submit(e, &traces[i], prompt[i], PROMPT, NEW, true);
+	}
+	rig_turns(e, r[1], 3);
+	kvmd_end(sig);
+	rig_run(e);
+	for (u32 i = 0; i < 2; i++) {
+		KVT_EXPECT(traces[i].done && traces[i].nr < NEW);
+		KVT_EXPECT_STR(eng_finish_str(traces[i].res.finish), "error");
+	}
+	eng_engine_destroy(e);
+	kvmd_again("batch");
+	rig_close(&rig);
+}
+
+KVT_TEST(requests_end_when_the_daemon_stays_away)
+{
+	stays_away(SIGTERM);
+	stays_away(SIGKILL);
 }
 
 KVT_MAIN()

@@ -16,6 +16,8 @@
  *	FAKE_CUDA_INIT_MS	time that cuInit takes
  *	FAKE_CUDA_NO_SCRUB	fresh memory holds old bytes (0xd1)
  *	FAKE_CUDA_NO_CONTEXT	"kvmd": a context made by a program of that name aborts it
+ *	FAKE_CUDA_FORK_BREAKS	a child of a process that called cuInit has no driver, as with
+ *				the real one
  *	FAKE_CUDA_LACKS		number of a device attribute that is 0
  *	FAKE_CUDA_MODE		compute mode (0)
  *
@@ -54,9 +56,11 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct handle handles[HANDLES_MAX];
 static unsigned nr_handles; /* entries ever used */
 static bool initialised;
+static pid_t init_pid; /* that called cuInit */
 static struct fake_cuda_counts counts;
 static __thread kv_cu_ctx stack[8];
 static __thread unsigned depth;
+static pid_t ctx_pid;
 static int ctx_fds[DEVICES_MAX] = {-1, -1, -1, -1, -1, -1, -1, -1};
 static int visible[DEVICES_MAX], nr_visible;
 
@@ -97,6 +101,9 @@ API kv_cu_result cuInit(unsigned flags)
 
 	if (getenv("FAKE_CUDA_INIT"))
 		return atoi(getenv("FAKE_CUDA_INIT"));
+	/* A child of a process that had called cuInit never gets a driver. */
+	if (initialised && init_pid != getpid() && getenv("FAKE_CUDA_FORK_BREAKS"))
+		return NOT_INIT;
 	if (ms)
 		usleep((useconds_t)atoi(ms) * 1000);
 	if (devices <= 0)
@@ -109,6 +116,7 @@ API kv_cu_result cuInit(unsigned flags)
 		if (*p >= '0' && *p <= '9')
 			visible[nr_visible++] = *p - '0';
 	initialised = true;
+	init_pid = getpid();
 	return flags ? INVALID : OK;
 }
 
@@ -395,6 +403,10 @@ API kv_cu_result cuDevicePrimaryCtxRetain(kv_cu_ctx *ctx, kv_cu_device dev)
 	forbidden();
 	if (dev < 0 || dev >= nr_visible)
 		return 101;
+	/* A forked child has its parent's descriptors and a context of its own. */
+	if (ctx_pid != getpid())
+		memset(ctx_fds, 0xff, sizeof(ctx_fds));
+	ctx_pid = getpid();
 	if (ctx_fds[dev] < 0) {
 		snprintf(name, sizeof(name), "fake-cuda-ctx-%d", getpid());
 		ctx_fds[dev] = memfd_create(name, MFD_CLOEXEC);

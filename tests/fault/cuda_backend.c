@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include "base/cuda_syms.h"
+#include "base/nvml_syms.h"
 #include "kvmd/backend/cuda.h"
 #include "tests/fake/fake.h"
 
@@ -22,6 +23,24 @@ KV_STATIC_ASSERT(offsetof(struct kv_cu_alloc_prop, win32) ==
 		 "prop");
 KV_STATIC_ASSERT(sizeof(struct kv_cu_access) == sizeof(CUmemAccessDesc), "access");
 KV_STATIC_ASSERT(sizeof(struct kv_cu_location) == sizeof(CUmemLocation), "location");
+KV_STATIC_ASSERT(sizeof(struct kv_cu_ipc_handle) == sizeof(CUipcMemHandle), "ipc handle");
+KV_STATIC_ASSERT(KV_CU_ATTR_COMPUTE_MODE == CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, "attr");
+KV_STATIC_ASSERT(KV_CU_ATTR_VMM ==
+			 CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+		 "attr");
+KV_STATIC_ASSERT(KV_CU_ATTR_POSIX_FD ==
+			 CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+		 "attr");
+KV_STATIC_ASSERT(KV_CU_IPC_LAZY == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, "ipc flag");
+KV_STATIC_ASSERT(KV_CU_RECOMMENDED == CU_MEM_ALLOC_GRANULARITY_RECOMMENDED, "option");
+#if __has_include(<nvml.h>)
+#include <nvml.h>
+KV_STATIC_ASSERT(sizeof(struct kv_nv_process) == sizeof(nvmlProcessInfo_t), "process");
+KV_STATIC_ASSERT(offsetof(struct kv_nv_process, used_bytes) ==
+			 offsetof(nvmlProcessInfo_t, usedGpuMemory),
+		 "process");
+KV_STATIC_ASSERT(KV_NV_SMALL == NVML_ERROR_INSUFFICIENT_SIZE, "result");
+#endif
 #endif
 
 #define MIB (1ull << 20)

@@ -43,9 +43,15 @@ static double number_after(const char *text, const char *name, const char *field
 KVT_TEST(kvbench_mm_has_its_rows)
 {
 	static const char *const names[] = {
-		"magazine_pair_ns", "core_pair_ns",  "ring_rtt_ns",
-		"alloc100_ns",	    "lookup_32k_ns", "seqpacket_rtt_ns",
-		"hash_512_ns",	    "attach_ns",     "jemalloc_pair_ns",
+		"magazine_pair_ns",	 "core_pair_ns",
+		"ring_rtt_ns",		 "alloc100_ns",
+		"lookup_32k_ns",	 "seqpacket_rtt_ns",
+		"lookup_1k_ns",		 "lookup_8k_ns",
+		"lookup_1k_unknown_ns",	 "lookup_8k_unknown_ns",
+		"lookup_32k_unknown_ns", "lookup_32k_1m_ns",
+		"lookup_32k_1m_keys_ns", "attach_ns",
+		"hash_512_ns",		 "attach_ns",
+		"jemalloc_pair_ns",
 	};
 	static char text[16384];
 

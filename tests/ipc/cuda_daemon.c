@@ -189,6 +189,28 @@ KVT_TEST(failed_driver_is_a_health_code)
 	ipc_stop(&kvmd);
 }
 
+/* facts F-ctx, F-slice: no GPU time and no context memory for kvmd. */
+KVT_TEST(kvmd_makes_no_context)
+{
+	char path[64], target[128];
+	struct kv_sqe sqe;
+
+	start_cuda(NULL);
+	raw_open(&raw, &kvmd);
+	sqe = raw_sqe(&raw, KV_OP_ALLOC);
+	sqe.nr = 1;
+	sqe.ret_bytes = sizeof(struct kv_grant);
+	KVT_EXPECT_EQ(raw_call(&raw, sqe).result, 0);
+	for (int fd = 0; fd < 256; fd++) {
+		snprintf(path, sizeof(path), "/proc/%d/fd/%d", kvmd.pid, fd);
+		memset(target, 0, sizeof(target));
+		if (readlink(path, target, sizeof(target) - 1) > 0)
+			KVT_EXPECT(!strstr(target, "fake-cuda-ctx"));
+	}
+	raw_close(&raw);
+	ipc_stop(&kvmd);
+}
+
 /* ------------------------------------------------------------------- the choice */
 
 static void expect_choice(const char *backend, const char *why, bool unused)
@@ -204,28 +226,32 @@ static void expect_choice(const char *backend, const char *why, bool unused)
 
 KVT_TEST(auto_takes_the_gpu_if_there_is_one)
 {
-	static const char *const host_bytes[] = {"--host-bytes", "64MiB", NULL};
+	/* not to see it is a fault where the kernel drives one */
+	bool gpu_host = !access("/proc/driver/nvidia/version", F_OK);
+	static const char *const automatic[] = {"--backend", "auto", NULL};
+	static const char *const host_bytes[] = {"--backend", "auto", "--host-bytes",
+						 "64MiB", NULL};
 
 	ipc_use_fake_cuda();
-	start_plain(NULL);
+	start_plain(automatic);
 	expect_choice("cuda", "has a device", false);
 	/* 90 % of 8 GiB, in whole 2 MiB */
 	setenv("FAKE_CUDA_DEVICES", "0", 1);
-	start_plain(NULL);
-	expect_choice("host", "no device", false);
+	start_plain(automatic);
+	expect_choice("host", "no device", gpu_host);
 	setenv("FAKE_CUDA_DEVICES", "2", 1);
-	start_plain(NULL);
+	start_plain(automatic);
 	expect_choice("host", "--gpu", true);
 	unsetenv("FAKE_CUDA_DEVICES");
 	setenv("FAKE_CUDA_INIT", "803", 1);
-	start_plain(NULL);
+	start_plain(automatic);
 	expect_choice("host", "versions differ", true);
 	unsetenv("FAKE_CUDA_INIT");
 	start_plain(host_bytes);
 	expect_choice("host", "--host-bytes", false);
 	setenv("KV_CUDA_LIB", "/nonexistent/libcuda.so.1", 1);
-	start_plain(NULL);
-	expect_choice("host", "libcuda", false);
+	start_plain(automatic);
+	expect_choice("host", "libcuda", gpu_host);
 }
 
 static void expect_refused(const char *const *args, const char *part)
@@ -242,7 +268,7 @@ KVT_TEST(options_that_contradict_are_refused)
 					   NULL};
 	static const char *const host[] = {"--backend", "host", "--gpu-bytes", "1GiB",
 					   NULL};
-	static const char *const uuid[] = {"--gpu", "GPU-12", NULL};
+	static const char *const uuid[] = {"--backend", "auto", "--gpu", "GPU-12", NULL};
 	static const char *const none[] = {"--backend", "cuda", NULL};
 
 	ipc_use_fake_cuda();
@@ -290,6 +316,40 @@ KVT_TEST(quota_lines_name_the_gpu)
 	KVT_EXPECT_EQ(raw_call(&raw, sqe).result, KV_QUOTA);
 	unlink(args[1]);
 	raw_close(&raw);
+	ipc_stop(&kvmd);
+}
+
+KVT_TEST(gpu_bytes_is_checked_and_does_not_change_by_reload)
+{
+	const char *args[] = {"--config", NULL, "--backend", "cuda", NULL};
+	char text[300], *reply;
+	FILE *f;
+
+	ipc_use_fake_cuda();
+	snprintf(
+		text, sizeof(text),
+		"{\"gpu_bytes\":\"4GBB\",\"tenants\":[{\"name\":\"red\",\"uids\":[%u]}]}",
+		getuid());
+	args[1] = config_file(text);
+	expect_refused(args, "gpu_bytes");
+	f = fopen(args[1], "w");
+	fputs(strstr(text, "4GBB"), f); /* not JSON at all */
+	fclose(f);
+	expect_refused(args, "line 1");
+	memcpy(strstr(text, "4GBB"), "4GiB", 4);
+	f = fopen(args[1], "w");
+	fputs(text, f);
+	fclose(f);
+	start_plain(args);
+	expect_within(status_has("\"capacity_bytes\":4294967296"), 3000);
+	memcpy(strstr(text, "4GiB"), "5GiB", 4);
+	f = fopen(args[1], "w");
+	fputs(text, f);
+	fclose(f);
+	reply = ipc_admin(&kvmd, "{\"op\":\"reload\"}");
+	KVT_EXPECT_HAS(reply, "gpu_bytes");
+	free(reply);
+	unlink(args[1]);
 	ipc_stop(&kvmd);
 }
 

@@ -485,6 +485,47 @@ KVT_TEST(o16_sticky_error_and_double_release)
 	KVT_EXPECT_EQ(counts().reserved_bytes, 0);
 }
 
+static bool status_has(const char *part)
+{
+	char *status = ipc_admin(&kvmd, "{\"op\":\"status\"}");
+	bool has = strstr(status, part) != NULL;
+
+	free(status);
+	return has;
+}
+
+/* An unmap that keeps failing shows as such, and is over when it succeeds. */
+KVT_TEST(o16_unresolved_unmap_is_a_health_code)
+{
+	static const char *const args[] = {"--host-bytes", "36MiB", NULL};
+	static struct kv_grant pages[1024];
+	struct kvc_pool *other;
+	struct kv_grant one;
+	u32 nr;
+
+	start(args);
+	other = other_pool();
+	nr = fill(pool, pages, KV_ARRAY_SIZE(pages));
+	give_back(pool, pages, nr);
+	expect_within(stat_now(pool).nr_quarantine == 0, 2000);
+	setenv("FAKE_CUDA_FAIL", "cuMemUnmap:1+", 1);
+	for (int i = 0; i < 3000 && !status_has("EXTENTS_HELD"); i++) {
+		KVT_EXPECT_EQ(kvc_alloc(other, 1, KV_GFP_NOWAIT, &one), KV_PENDING);
+		kvc_dispatch(c, NULL, NULL);
+		usleep(1000);
+	}
+	KVT_EXPECT(status_has("EXTENTS_HELD"));
+	KVT_EXPECT(counts().mapped == 1);
+	unsetenv("FAKE_CUDA_FAIL");
+	for (int i = 0; i < 3000 && kvc_alloc(other, 1, KV_GFP_NOWAIT, &one); i++) {
+		kvc_dispatch(c, NULL, NULL);
+		usleep(1000);
+	}
+	KVT_EXPECT(!status_has("EXTENTS_HELD"));
+	KVT_EXPECT_EQ(counts().mapped, 1); /* the other pool's */
+	stop();
+}
+
 /* cases O18: cudf#2469. A grant is a page of an extent, not the extent's start. */
 KVT_TEST(o18_pointer_inside_a_block)
 {
@@ -533,8 +574,12 @@ KVT_TEST(o20_silent_slow_path)
 {
 	struct kv_grant page;
 
-	start(NULL);
+	setenv("FAKE_CUDA_FORK_BREAKS", "1", 1);
+	start_kvmd(NULL);
 	KVT_EXPECT_EQ(ipc_wait(ipc_child(import_fails, NULL)), 0);
+	c = connect_logged();
+	ipc_gpu_context(0);
+	pool = ipc_pool(c);
 	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &page), 0);
 	memset(kvc_page_addr(pool, page.pfn), 1, 4096);
 	stop();

@@ -208,7 +208,7 @@ static void odd_values(struct kvt_rng *g, float *x, size_t n)
 	for (size_t i = 0; i < n; i++) {
 		x[i] = kvt_rng_normal(g) * (kvt_rng_below(g, 9) ? 1.0f : 300.0f);
 		if (!kvt_rng_below(g, 500))
-			x[i] = NAN;
+			x[i] = kvt_rng_below(g, 2) ? NAN : -NAN;
 		else if (!kvt_rng_below(g, 900))
 			x[i] = -INFINITY;
 		else if (!kvt_rng_below(g, 50))

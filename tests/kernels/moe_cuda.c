@@ -195,91 +195,126 @@ static int moe_call(const struct kvk_moe_args *a, const struct kvk_ops *host)
 	}
 }
 
-static void moe_once(const struct moe_case *c)
-{
-	struct kvt_matrix w13 =
-		kvt_matrix_make(&rng, c->dtype, c->nr_experts * 2, c->inter, c->hidden,
-				c->group, c->scale_dtype);
-	struct kvt_matrix w2 = kvt_matrix_make(&rng, c->dtype, c->nr_experts, c->hidden,
-					       c->inter, c->group, c->scale_dtype);
-	size_t n = (size_t)c->nr_tokens * c->hidden,
-	       slots = (size_t)c->nr_tokens * c->top_k;
-	size_t nw = (size_t)c->nr_experts * c->inter * c->hidden;
-	u16 *x = malloc(2 * n), *y = malloc(2 * n), *got = malloc(4 * n),
-	    *y0 = malloc(2 * n);
-	u32 *ids = malloc(4 * slots);
-	float *w = malloc(4 * slots);
-	struct kvk_moe_args a = {.experts = {.dtype = c->dtype,
-					     .group = c->group,
-					     .scale_dtype = c->scale_dtype,
-					     .nr_experts = c->nr_experts,
-					     .hidden = c->hidden,
-					     .inter = c->inter,
-					     .w13 = w13.data,
-					     .w2 = w2.data,
-					     .s13 = w13.scales,
-					     .s2 = w2.scales},
-				 .x = x,
-				 .y = y,
-				 .ids = ids,
-				 .weights = w,
-				 .nr_tokens = c->nr_tokens,
-				 .top_k = c->top_k,
-				 .act_dtype = KVK_BF16,
-				 .accumulate = c->accumulate};
-	struct kvk_moe_args d = a;
+/* struct moe_host - one case in host memory; owns everything */
+struct moe_host {
+	struct kvt_matrix w13, w2;
+	struct kvk_moe_args a;
+	u16 *x, *y, *y0; /* y0: what y holds before the call */
+	u32 *ids;
+	float *weights;
+	size_t n, slots;
+};
 
-	fill_bf16(x, n, 1.0f);
-	fill_bf16(y0, n, 1.0f);
-	memcpy(y, y0, 2 * n);
-	for (size_t i = 0; i < slots; i++) {
+static void moe_host_init(struct moe_host *m, const struct moe_case *c)
+{
+	m->w13 = kvt_matrix_make(&rng, c->dtype, c->nr_experts * 2, c->inter, c->hidden,
+				 c->group, c->scale_dtype);
+	m->w2 = kvt_matrix_make(&rng, c->dtype, c->nr_experts, c->hidden, c->inter,
+				c->group, c->scale_dtype);
+	m->n = (size_t)c->nr_tokens * c->hidden;
+	m->slots = (size_t)c->nr_tokens * c->top_k;
+	m->x = malloc(2 * m->n);
+	m->y = malloc(2 * m->n);
+	m->y0 = malloc(2 * m->n);
+	m->ids = malloc(4 * m->slots);
+	m->weights = malloc(4 * m->slots);
+	fill_bf16(m->x, m->n, 1.0f);
+	fill_bf16(m->y0, m->n, 1.0f);
+	memcpy(m->y, m->y0, 2 * m->n);
+	for (size_t i = 0; i < m->slots; i++) {
 		/* expert 0 is crowded, the last one sees nobody */
 		u32 k = (u32)i % c->top_k;
 
-		ids[i] = k ? 1 + (u32)((i / c->top_k * 5 + k * 3) % (c->nr_experts - 2))
-			   : 0;
-		w[i] = 0.1f + kvt_randf();
+		m->ids[i] =
+			k ? 1 + (u32)((i / c->top_k * 5 + k * 3) % (c->nr_experts - 2))
+			  : 0;
+		m->weights[i] = 0.1f + kvt_randf();
 	}
-	a.workspace_bytes = kvk_host_ops()->moe_workspace(&a);
-	a.workspace = malloc(a.workspace_bytes);
-	KVT_EXPECT_EQ(moe_call(&a, kvk_host_ops()), 0);
-	d.x = dev_copy(x, 2 * n);
-	d.ids = dev_copy(ids, 4 * slots);
-	d.weights = dev_copy(w, 4 * slots);
-	d.experts.w13 = dev_copy(w13.data, weight_size(c->dtype, 2 * nw));
-	d.experts.w2 = dev_copy(w2.data, weight_size(c->dtype, nw));
-	d.experts.s13 = dev_copy(w13.scales, scale_size(c->dtype, 2 * c->nr_experts,
-							c->inter, c->hidden, c->group));
-	d.experts.s2 = dev_copy(w2.scales, scale_size(c->dtype, c->nr_experts, c->hidden,
-						      c->inter, c->group));
-	if (c->dtype == KVK_INT4)
+	m->a = (struct kvk_moe_args){.experts = {.dtype = c->dtype,
+						 .group = c->group,
+						 .scale_dtype = c->scale_dtype,
+						 .nr_experts = c->nr_experts,
+						 .hidden = c->hidden,
+						 .inter = c->inter,
+						 .w13 = m->w13.data,
+						 .w2 = m->w2.data,
+						 .s13 = m->w13.scales,
+						 .s2 = m->w2.scales},
+				     .x = m->x,
+				     .y = m->y,
+				     .ids = m->ids,
+				     .weights = m->weights,
+				     .nr_tokens = c->nr_tokens,
+				     .top_k = c->top_k,
+				     .act_dtype = KVK_BF16,
+				     .accumulate = c->accumulate};
+	m->a.workspace_bytes = kvk_host_ops()->moe_workspace(&m->a);
+	m->a.workspace = malloc(m->a.workspace_bytes);
+}
+
+static void moe_host_fini(struct moe_host *m)
+{
+	kvt_matrix_fini(&m->w13);
+	kvt_matrix_fini(&m->w2);
+	free(m->x);
+	free(m->y);
+	free(m->y0);
+	free(m->ids);
+	free(m->weights);
+	free(m->a.workspace);
+}
+
+/* The same call with everything but y in device memory. */
+static struct kvk_moe_args moe_to_device(const struct moe_host *m)
+{
+	const struct kvk_experts *e = &m->a.experts;
+	size_t nw = (size_t)e->nr_experts * e->inter * e->hidden;
+	struct kvk_moe_args d = m->a;
+
+	d.x = dev_copy(m->x, 2 * m->n);
+	d.ids = dev_copy(m->ids, 4 * m->slots);
+	d.weights = dev_copy(m->weights, 4 * m->slots);
+	d.experts.w13 = dev_copy(m->w13.data, weight_size(e->dtype, 2 * nw));
+	d.experts.w2 = dev_copy(m->w2.data, weight_size(e->dtype, nw));
+	d.experts.s13 =
+		dev_copy(m->w13.scales, scale_size(e->dtype, 2 * e->nr_experts, e->inter,
+						   e->hidden, e->group));
+	d.experts.s2 = dev_copy(m->w2.scales, scale_size(e->dtype, e->nr_experts,
+							 e->hidden, e->inter, e->group));
+	if (e->dtype == KVK_INT4)
 		pack_experts(&d.experts);
 	d.workspace_bytes = kvk_moe_workspace_cuda(&d);
 	KVT_EXPECT(d.workspace_bytes > 0);
 	d.workspace = dev_new(d.workspace_bytes);
+	return d;
+}
+
+static void moe_once(const struct moe_case *c)
+{
+	struct kvk_moe_args d;
+	struct moe_host m;
+	u16 *got;
+
+	moe_host_init(&m, c);
+	got = malloc(4 * m.n);
+	KVT_EXPECT_EQ(moe_call(&m.a, kvk_host_ops()), 0);
+	d = moe_to_device(&m);
 	for (u32 run = 0; run < 2; run++) {
-		d.y = c->accumulate ? dev_copy(y0, 2 * n) : dev_new(2 * n);
+		d.y = c->accumulate ? dev_copy(m.y0, 2 * m.n) : dev_new(2 * m.n);
 		KVT_EXPECT_EQ(cudaMemset(d.workspace, 0xff, d.workspace_bytes),
 			      cudaSuccess);
 		KVT_EXPECT_EQ(moe_call(&d, NULL), 0);
-		dev_read(got + run * n, d.y, 2 * n);
+		dev_read(got + run * m.n, d.y, 2 * m.n);
 	}
 	KVT_NOTE("dtype %u %ux%u group %u tokens %u: error %.2e", c->dtype, c->hidden,
-		 c->inter, c->group, c->nr_tokens, rel_bf16(got, y, n));
+		 c->inter, c->group, c->nr_tokens, rel_bf16(got, m.y, m.n));
 	/* both round to bf16 at the end: 1.7e-3 each */
-	KVT_EXPECT(rel_bf16(got, y, n) < 3e-3);
-	KVT_EXPECT(memcmp(got, got + n, 2 * n) == 0);
+	KVT_EXPECT(rel_bf16(got, m.y, m.n) < 3e-3);
+	KVT_EXPECT(memcmp(got, got + m.n, 2 * m.n) == 0);
 	d.workspace_bytes--;
 	KVT_EXPECT_EQ(moe_call(&d, NULL), -EINVAL);
-	kvt_matrix_fini(&w13);
-	kvt_matrix_fini(&w2);
-	free(x);
-	free(y);
-	free(y0);
+	moe_host_fini(&m);
 	free(got);
-	free(ids);
-	free(w);
-	free(a.workspace);
 }
 
 static void moe_tokens(struct moe_case c)
@@ -390,80 +425,102 @@ KVT_TEST(linear_all_dtypes)
 
 /* ------------------------------------------------------------------- norm, rope, silu */
 
-KVT_TEST(norm_rope_silu)
+#define ROWS 5u
+#define COLS 1536u
+#define ALL  ((size_t)ROWS * COLS)
+
+/* struct acts - activations of these tests; x and res random bf16, weight f32 */
+struct acts {
+	u16 x[ALL], res[ALL], y[ALL], got[ALL];
+	float weight[COLS], table[64 * 64];
+};
+
+static struct acts *acts_new(void)
 {
-	u32 n = 5, cols = 1536;
-	size_t all = (size_t)n * cols;
-	u16 *x = malloc(2 * all), *res = malloc(2 * all), *y = malloc(2 * all),
-	    *got = malloc(2 * all);
-	float *weight = malloc(4ul * cols);
-	struct kvk_norm_args a = {.x = x,
-				  .residual = res,
-				  .weight = weight,
-				  .y = y,
-				  .eps = 1e-6f,
-				  .nr_rows = n,
-				  .cols = cols,
-				  .act_dtype = KVK_BF16};
-	struct kvk_silu_args s = {.gu = x,
-				  .y = y,
-				  .nr_tokens = n,
-				  .inter = cols / 2,
-				  .act_dtype = KVK_BF16};
-	u32 positions[5] = {0, 7, 1, 63, 30};
-	struct kvk_rope_args r = {.positions = positions,
-				  .nr_tokens = n,
+	struct acts *m = malloc(sizeof(*m));
+
+	fill_bf16(m->x, ALL, 1.0f);
+	fill_bf16(m->res, ALL, 1.0f);
+	kvt_rng_fill(&rng, m->weight, COLS, 1.0f);
+	kvt_rng_fill(&rng, m->table, 64 * 64, 1.0f);
+	return m;
+}
+
+KVT_TEST(norm_adds_the_residual)
+{
+	struct kvk_norm_args a = {
+		.eps = 1e-6f, .nr_rows = ROWS, .cols = COLS, .act_dtype = KVK_BF16};
+	u16 *res = malloc(2 * ALL);
+	struct acts *m;
+
+	need_gpu();
+	m = acts_new();
+	a.x = dev_copy(m->x, 2 * ALL);
+	a.residual = dev_copy(m->res, 2 * ALL);
+	a.weight = dev_copy(m->weight, 4ul * COLS);
+	a.y = dev_new(2 * ALL);
+	KVT_EXPECT_EQ(kvk_norm_cuda(&a, NULL), 0);
+	dev_read(m->got, a.y, 2 * ALL);
+	dev_read(res, a.residual, 2 * ALL);
+	a.x = m->x;
+	a.residual = m->res;
+	a.weight = m->weight;
+	a.y = m->y;
+	KVT_EXPECT_EQ(kvk_host_ops()->norm(&a, NULL), 0);
+	KVT_EXPECT(rel_bf16(m->got, m->y, ALL) < 5e-4);
+	KVT_EXPECT(memcmp(res, m->res, 2 * ALL) == 0);
+	free(res);
+	free(m);
+}
+
+KVT_TEST(silu_as_the_reference)
+{
+	struct kvk_silu_args s = {
+		.nr_tokens = ROWS, .inter = COLS / 2, .act_dtype = KVK_BF16};
+	struct acts *m;
+
+	need_gpu();
+	m = acts_new();
+	s.gu = dev_copy(m->x, 2 * ALL);
+	s.y = dev_new(ALL);
+	KVT_EXPECT_EQ(kvk_silu_cuda(&s, NULL), 0);
+	dev_read(m->got, s.y, ALL);
+	s.gu = m->x;
+	s.y = m->y;
+	KVT_EXPECT_EQ(kvk_host_ops()->silu(&s, NULL), 0);
+	KVT_EXPECT(rel_bf16(m->got, m->y, ALL / 2) < 5e-4);
+	free(m);
+}
+
+KVT_TEST(rope_both_pairings)
+{
+	u32 positions[ROWS] = {0, 7, 1, 63, 30};
+	struct kvk_rope_args r = {.nr_tokens = ROWS,
 				  .nr_heads = 8,
 				  .head_stride = 192,
-				  .token_stride = cols,
+				  .token_stride = COLS,
 				  .offset = 128,
 				  .rope_dim = 64,
 				  .act_dtype = KVK_BF16};
+	struct acts *m;
 
 	need_gpu();
-	fill_bf16(x, all, 1.0f);
-	fill_bf16(res, all, 1.0f);
-	kvt_rng_fill(&rng, weight, cols, 1.0f);
-	a.x = dev_copy(x, 2 * all);
-	a.residual = dev_copy(res, 2 * all);
-	a.weight = dev_copy(weight, 4ul * cols);
-	a.y = dev_new(2 * all);
-	KVT_EXPECT_EQ(kvk_norm_cuda(&a, NULL), 0);
-	dev_read(got, a.y, 2 * all);
-	a.x = x, a.residual = res, a.weight = weight, a.y = y;
-	KVT_EXPECT_EQ(kvk_host_ops()->norm(&a, NULL), 0);
-	KVT_EXPECT(rel_bf16(got, y, all) < 5e-4);
-
-	s.gu = dev_copy(x, 2 * all);
-	s.y = dev_new(all);
-	KVT_EXPECT_EQ(kvk_silu_cuda(&s, NULL), 0);
-	dev_read(got, s.y, all);
-	s.gu = x, s.y = y;
-	KVT_EXPECT_EQ(kvk_host_ops()->silu(&s, NULL), 0);
-	KVT_EXPECT(rel_bf16(got, y, all / 2) < 5e-4);
-
+	m = acts_new();
 	for (u32 i = 0; i < 2; i++) {
-		kvt_rng_fill(&rng, weight, cols, 1.0f);
-		float *table = malloc(4 * 64 * 64);
-
-		kvt_rng_fill(&rng, table, 64 * 64, 1.0f);
 		r.interleaved = i;
-		r.x = dev_copy(x, 2 * all);
+		r.x = dev_copy(m->x, 2 * ALL);
 		r.positions = dev_copy(positions, sizeof(positions));
-		r.cos_sin = dev_copy(table, 4 * 64 * 64);
+		r.cos_sin = dev_copy(m->table, sizeof(m->table));
 		KVT_EXPECT_EQ(kvk_rope_cuda(&r, NULL), 0);
-		dev_read(got, r.x, 2 * all);
-		memcpy(y, x, 2 * all);
-		r.x = y, r.positions = positions, r.cos_sin = table;
+		dev_read(m->got, r.x, 2 * ALL);
+		memcpy(m->y, m->x, 2 * ALL);
+		r.x = m->y;
+		r.positions = positions;
+		r.cos_sin = m->table;
 		KVT_EXPECT_EQ(kvk_host_ops()->rope(&r, NULL), 0);
-		KVT_EXPECT(rel_bf16(got, y, all) < 5e-4);
-		free(table);
+		KVT_EXPECT(rel_bf16(m->got, m->y, ALL) < 5e-4);
 	}
-	free(x);
-	free(res);
-	free(y);
-	free(got);
-	free(weight);
+	free(m);
 }
 
 /* ------------------------------------------------------------------------------ sample */

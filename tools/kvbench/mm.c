@@ -59,7 +59,14 @@ enum row_id {
 	ROW_ALLOC100_GET,
 	ROW_RING,
 	ROW_SEQPACKET,
+	ROW_LOOKUP_1K,
+	ROW_LOOKUP_8K,
 	ROW_LOOKUP,
+	ROW_UNKNOWN_1K,
+	ROW_UNKNOWN_8K,
+	ROW_UNKNOWN,
+	ROW_LOOKUP_1M,
+	ROW_LOOKUP_1M_KEY,
 	ROW_HASH,
 	ROW_ATTACH,
 	ROW_NR
@@ -88,8 +95,22 @@ static const struct {
 		      "LMCache server RPC 1.3-1.8 ms", "<= 3000 p50, <= 20000 p99"},
 	[ROW_SEQPACKET] = {"seqpacket_rtt_ns", "64 bytes by Unix seqpacket and back",
 			   "(this run)", ""},
+	[ROW_LOOKUP_1K] = {"lookup_1k_ns", "lookup of 1,024 known tokens, 16 hits", "",
+			   ""},
+	[ROW_LOOKUP_8K] = {"lookup_8k_ns", "lookup of 8,192 known tokens, 128 hits", "",
+			   ""},
 	[ROW_LOOKUP] = {"lookup_32k_ns", "lookup of 32,768 known tokens, 512 hits",
 			"SHA-256 chain in Python 5.7 ms", "<= 1.25 x hash_512_ns"},
+	[ROW_UNKNOWN_1K] = {"lookup_1k_unknown_ns", "lookup of 1,024 unknown tokens", "",
+			    ""},
+	[ROW_UNKNOWN_8K] = {"lookup_8k_unknown_ns", "lookup of 8,192 unknown tokens", "",
+			    ""},
+	[ROW_UNKNOWN] = {"lookup_32k_unknown_ns", "lookup of 32,768 unknown tokens", "",
+			 ""},
+	[ROW_LOOKUP_1M] = {"lookup_32k_1m_ns", "core: random 512 known of 1 M pages", "",
+			   "<= 60000"},
+	[ROW_LOOKUP_1M_KEY] = {"lookup_32k_1m_keys_ns", "core: the same, keys computed",
+			       "", "<= 1.25 x hash_512_ns"},
 	[ROW_HASH] = {"hash_512_ns", "its 512 BLAKE2b hashes alone", "(this run)", ""},
 	[ROW_ATTACH] = {"attach_ns", "connect, open a pool, first page", "", ""},
 };
@@ -374,30 +395,45 @@ static int seal_prefix(struct bench *b, const u32 *tokens)
 	return r ? fail(b, "kvc_seal", r) : 0;
 }
 
-static int bench_lookup(struct bench *b, struct kvb_dist *ret)
+/* @known: all @nr_pages must be hits, else none */
+static int lookup_some(struct bench *b, const u32 *tokens, u32 nr_pages, bool known,
+		       struct kvb_dist *ret)
 {
-	static u32 tokens[LOOKUP_PAGES * KV_PAGE_TOKENS];
 	static struct kv_grant pages[LOOKUP_PAGES];
 	static struct kv_hit hits[LOOKUP_PAGES];
-	u32 nr = 400 / b->scale, found;
+	u32 nr = 4000 / b->scale, found;
+	int r = 0;
+
+	for (u32 i = 0; i < nr && !r; i++) {
+		u64 start_ns = kv_now_ns();
+
+		r = kvc_lookup(b->pool, tokens, nr_pages * KV_PAGE_TOKENS, nr_pages, hits,
+			       &found);
+		b->samples[i] = (double)(kv_now_ns() - start_ns);
+		if (r != (known ? 0 : KV_MISS) || found != (known ? nr_pages : 0))
+			return fail(b, "kvc_lookup", r);
+		for (u32 k = 0; k < found; k++)
+			pages[k] = hits[k].grant;
+		r = known ? kvc_unpin(b->pool, pages, found) : 0;
+	}
+	if (!r)
+		kvb_dist_of(ret, b->samples, nr);
+	return r;
+}
+
+static int bench_lookup(struct bench *b, struct kvb_dist *d)
+{
+	static const u32 nr_pages[] = {16, 128, LOOKUP_PAGES};
+	static u32 tokens[LOOKUP_PAGES * KV_PAGE_TOKENS];
 	int r;
 
 	fill_tokens(tokens, KV_ARRAY_SIZE(tokens));
 	r = seal_prefix(b, tokens);
-	for (u32 i = 0; i < nr && !r; i++) {
-		u64 start_ns = kv_now_ns();
-
-		r = kvc_lookup(b->pool, tokens, KV_ARRAY_SIZE(tokens), LOOKUP_PAGES, hits,
-			       &found);
-		b->samples[i] = (double)(kv_now_ns() - start_ns);
-		if (r || found != LOOKUP_PAGES)
-			return fail(b, "kvc_lookup", r);
-		for (u32 k = 0; k < found; k++)
-			pages[k] = hits[k].grant;
-		r = kvc_unpin(b->pool, pages, found);
-	}
-	if (!r)
-		kvb_dist_of(ret, b->samples, nr);
+	for (u32 i = 0; i < KV_ARRAY_SIZE(nr_pages) && !r; i++)
+		r = lookup_some(b, tokens, nr_pages[i], true, &d[ROW_LOOKUP_1K + i]);
+	tokens[0]++;
+	for (u32 i = 0; i < KV_ARRAY_SIZE(nr_pages) && !r; i++)
+		r = lookup_some(b, tokens, nr_pages[i], false, &d[ROW_UNKNOWN_1K + i]);
 	return r;
 }
 
@@ -438,6 +474,9 @@ static int run_all(struct bench *b, struct kvb_dist *d)
 	if (!r)
 		r = kvb_mm_core_pair(CORE_PAGES / b->scale, 10000 / b->scale,
 				     &d[ROW_CORE], &d[ROW_CORE_RANDOM]);
+	if (!r)
+		r = kvb_mm_core_lookup(CORE_PAGES / b->scale, 4000 / b->scale,
+				       &d[ROW_LOOKUP_1M], &d[ROW_LOOKUP_1M_KEY]);
 	b->pinned = !r && b->kvmd > 0 && pin(b->kvmd); /* the references are done */
 	if (!r)
 		r = bench_attach(b, &d[ROW_ATTACH]);
@@ -450,7 +489,7 @@ static int run_all(struct bench *b, struct kvb_dist *d)
 	if (!r)
 		r = bench_alloc100(b, &d[ROW_ALLOC100], &d[ROW_ALLOC100_GET]);
 	if (!r)
-		r = bench_lookup(b, &d[ROW_LOOKUP]);
+		r = bench_lookup(b, d);
 	kvc_close(b->c);
 	return r;
 }
@@ -462,7 +501,10 @@ static void print_table(const struct kvb_dist *d)
 	for (u32 i = 0; i < ROW_NR; i++)
 		printf("%-38s %10.1f %10.1f  %-31s %s\n", rows[i].what, d[i].p50,
 		       d[i].p99, rows[i].reference, rows[i].target);
-	printf("lookup / its hashes: %.2f\n", d[ROW_LOOKUP].p50 / d[ROW_HASH].p50);
+	printf("lookup / its hashes: %.2f; in an index of 1 M pages: %.2f, %.2f with keys\n",
+	       d[ROW_LOOKUP].p50 / d[ROW_HASH].p50,
+	       d[ROW_LOOKUP_1M].p50 / d[ROW_HASH].p50,
+	       d[ROW_LOOKUP_1M_KEY].p50 / d[ROW_HASH].p50);
 }
 
 static int print_json(const struct bench *b, const struct kvb_dist *d)

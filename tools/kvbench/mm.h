@@ -25,4 +25,16 @@ int kvb_mm(int argc, char **argv);
 int kvb_mm_core_pair(u32 nr_pages, u32 samples, struct kvb_dist *ret,
 		     struct kvb_dist *ret_random);
 
+/**
+ * kvb_mm_core_lookup() - lookup of 32,768 known tokens in kvmd's core, in this process
+ * @nr_pages: pages in the index, in prefixes of 512 pages; each lookup asks for a random
+ *	one, so that records and tokens are cold
+ * @ret: ns of a lookup, its pages walked
+ * @ret_by_key: ns when none of its entries is known to the walk: each page is hashed
+ *
+ * Return: 0; -errno of the core.
+ */
+int kvb_mm_core_lookup(u32 nr_pages, u32 samples, struct kvb_dist *ret,
+		       struct kvb_dist *ret_by_key);
+
 #endif

@@ -159,7 +159,7 @@ const char *ctl_age(double ms, char *out, size_t room);
 double ctl_num(const cJSON *object, const char *field);
 const char *ctl_str(const cJSON *object, const char *field);
 
-/* Verbs: show.c, act.c, plan.c */
+/* Verbs: show.c, act.c, plan.c, doctor.c */
 int ctl_status(struct ctl *ctl);
 int ctl_ps(struct ctl *ctl);
 int ctl_pages(struct ctl *ctl);
@@ -177,5 +177,6 @@ int ctl_upgrade(struct ctl *ctl);
 int ctl_fault(struct ctl *ctl);
 int ctl_version(struct ctl *ctl);
 int ctl_plan(struct ctl *ctl);
+int ctl_doctor(struct ctl *ctl);
 
 #endif

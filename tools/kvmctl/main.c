@@ -35,6 +35,8 @@ static const struct ctl_verb verbs[] = {
 	 0, ctl_upgrade},
 	{"plan", NULL, "--model DIR|--preset P --bytes SIZE [--tp N]",
 	 "how many tokens of KV fit; needs no daemon", 0, 0, ctl_plan},
+	{"doctor", NULL, "", "try out this host: GPU memory, limits; needs no daemon", 0,
+	 0, ctl_doctor},
 	{"fault", NULL, "[SPEC]", "arm fault points (a kvmd started with --faults)", 0, 1,
 	 ctl_fault},
 	{"version", NULL, "", "versions", 0, 0, ctl_version},

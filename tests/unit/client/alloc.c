@@ -190,7 +190,7 @@ KVT_TEST(frees_go_in_batches)
 		KVT_EXPECT_EQ(kvc_free(pool, &pages[i], 1), 0);
 	KVT_EXPECT_EQ(fake.pages_freed, 0);
 	KVT_EXPECT_EQ(kvc_free(pool, &pages[63], 1), 0);
-	KVT_EXPECT_EQ(fake.pages_freed, 64);
+	expect_within(fake.pages_freed == 64, 1000); /* sent by that call, not waited for */
 	KVT_EXPECT_EQ(kvc_free(pool, &pages[64], 136), 0);
 	KVT_EXPECT_EQ(fake.free_batches, 2);
 	KVT_EXPECT_EQ(fake.pages_freed, 200);

@@ -386,6 +386,8 @@ static bool serve_socket(struct fake *f)
 		return false;
 	if (m->type == KV_MSG_HELLO)
 		reply_hello(f);
+	else if (m->type == KV_MSG_POOL_OPEN && f->silent_pools)
+		__atomic_sub_fetch(&f->silent_pools, 1, __ATOMIC_RELEASE);
 	else if (m->type == KV_MSG_POOL_OPEN)
 		reply_pool(f, m);
 	return true;

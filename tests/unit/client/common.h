@@ -31,6 +31,7 @@ typedef bool fake_serve_fn(struct fake *f, const struct kv_sqe *sqe, struct kv_c
  * @check_mode, @hello_result, @silent: what HELLO says; @silent: nothing
  * @withhold_extents: no EXTENT_ADDED is sent for pages handed out
  * @poison_ring: fill the ring with 0xa5 before its set-up (cases O57)
+ * @silent_pools: so many POOL_OPENs get no answer
  * @served: requests by opcode
  */
 struct fake {
@@ -45,6 +46,7 @@ struct fake {
 	bool silent;
 	bool withhold_extents;
 	bool poison_ring;
+	u32 silent_pools;
 	u32 backend;
 	u64 table_epoch;
 	int ring_fd, sq_efd, cq_efd, session_fd, table_fd;

@@ -250,6 +250,34 @@ KVT_TEST(forked_child_is_poisoned)
 	fake_stop(&fake);
 }
 
+/* The numbers that the first fork closed are other descriptors when it forks again. */
+static int fds_of_child[64];
+
+static int they_are_open(void)
+{
+	for (u32 i = 0; i < KV_ARRAY_SIZE(fds_of_child); i++)
+		if (fcntl(fds_of_child[i], F_GETFD) < 0)
+			return 2;
+	return 0;
+}
+
+static int opens_and_forks(void)
+{
+	for (u32 i = 0; i < KV_ARRAY_SIZE(fds_of_child); i++)
+		fds_of_child[i] = open("/dev/null", O_RDONLY);
+	return in_child(they_are_open);
+}
+
+KVT_TEST(childs_child_keeps_its_descriptors)
+{
+	fake_start(&fake);
+	c = fake_connect(&fake, 1000);
+	pool = fake_pool(&fake, c);
+	KVT_EXPECT_EQ(in_child(opens_and_forks), 0);
+	kvc_close(c);
+	fake_stop(&fake);
+}
+
 /* The child holds nothing of the session: no descriptor, no mapping. */
 static int nothing_is_left(void)
 {

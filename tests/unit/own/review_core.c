@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Rules that a review found broken once: stalls, index chains, growth beside promises. */
 #include "tests/unit/own/common.h"
+#include <errno.h>
 
 static struct rig r;
 
@@ -243,6 +244,62 @@ KVT_TEST(a_smaller_stock_is_no_refusal)
 	KVT_EXPECT_EQ(s->tenant->full_refusals, 0);
 	rig_run(&r);
 	KVT_EXPECT_LE(r.pressure, 1); /* few pages are free: some, not full */
+	rig_fini(&r);
+}
+
+/* Places for pools are few: whoever takes many leaves one for every other domain. */
+KVT_TEST(every_domain_finds_a_place_for_its_first_pool)
+{
+	struct kvd_tenant *red, *blue;
+	struct kvd_attach *a;
+	struct kvd_session *s = NULL;
+	struct kvd_refusal why;
+	struct kv_layout l;
+	u32 nr = 0;
+	int ret;
+
+	rig_init(&r, 4, 64);
+	red = rig_tenant(&r, r.red, "red", 0, 0);
+	blue = rig_tenant(&r, r.blue, "blue", 0, 0);
+	do {
+		if (nr % KV_POOLS_MAX == 0)
+			s = rig_session(&r, red);
+		l = rig_layout(100 + nr);
+		ret = kvd_session_open_pool(s, &l, NULL, &a, &why);
+	} while (!ret && nr++ < 1000);
+	KVT_EXPECT_EQ(ret, -ENOSPC);
+	KVT_EXPECT_EQ(nr, KVD_POOLS_MAX - 1);
+	l = rig_layout(1);
+	s = rig_session(&r, blue);
+	a = rig_open(s, &l);
+	rig_alloc1(s, a);
+	l = rig_layout(2);
+	KVT_EXPECT_EQ(kvd_session_open_pool(s, &l, NULL, &a, &why), -ENOSPC);
+	rig_fini(&r);
+}
+
+/* I10: the refusal of a seventeenth pool leaves no pool behind. */
+KVT_TEST(a_refused_pool_is_not_made)
+{
+	struct kvd_session *s;
+	struct kvd_attach *a;
+	struct kvd_refusal why;
+	struct kv_layout l;
+	u32 nr = 0;
+
+	rig_init(&r, 4, 64);
+	s = rig_session(&r, rig_tenant(&r, r.red, "red", 0, 0));
+	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
+		l = rig_layout(i);
+		rig_open(s, &l);
+	}
+	l = rig_layout(KV_POOLS_MAX);
+	KVT_EXPECT_EQ(kvd_session_open_pool(s, &l, NULL, &a, &why), -EMFILE);
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++)
+		nr += r.core.mm.pools[i] != NULL;
+	KVT_EXPECT_EQ(nr, KV_POOLS_MAX);
+	l = rig_layout(3); /* one that is open is opened again */
+	KVT_EXPECT(rig_open(s, &l) == &s->attach[3]);
 	rig_fini(&r);
 }
 

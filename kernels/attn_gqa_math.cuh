@@ -1,0 +1,325 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_gqa_math.cuh - one piece on one warp of the GQA decode kernel: operands, scores, softmax,
+ * values. attn_gqa.cu explains it.
+ */
+#ifndef KVK_ATTN_GQA_MATH_CUH
+#define KVK_ATTN_GQA_MATH_CUH
+
+#include "kernels/attn_gqa_feed.cuh"
+
+/* ----------------------------------------------------------------------------- consumers
+ */
+
+/* A warp's state for its 16 query rows of one kv head; [0] is row g, [1] row g + 8. */
+template <int HD> struct gqa_acc {
+	float o[HD / 8][4];
+	float m[2];
+	float l[2];   /* this lane's share until gqa_reduce_l() */
+	float sv_max; /* o is in units of this */
+};
+
+/* The 16-byte chunk of a token's row that lane c reads as its @j-th. */
+template <int NJ> KVK_DEV int chunk_of(int c, int j)
+{
+	return NJ == 1 ? c : (j >> 1) * 8 + 2 * c + (j & 1);
+}
+
+/* Start reading a warp's queries: raw bf16 pairs (f32 activations are rounded to bf16).
+ */
+template <int HD, bool FP8>
+KVK_DEV void load_q(const struct attn_params &p, const struct plan_seg &s, uint32_t head,
+		    uint32_t row_first, uint32_t (*qf)[4])
+{
+	using C = gqa_cfg<HD, FP8>;
+	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
+
+#pragma unroll
+	for (int half = 0; half < 2; half++) {
+		uint32_t row = row_first + g + 8 * half, t = row / p.group,
+			 h = row % p.group;
+		bool in = row < s.q_len * p.group;
+		size_t base =
+			((size_t)(s.q0 + t) * p.nr_q_heads + head * p.group + h) * HD;
+
+#pragma unroll
+		for (int ks = 0; ks < C::KS; ks++) {
+			size_t d = base + chunk_of<C::NJ>(c, ks / C::KPC) * C::E +
+				   (ks % C::KPC) * 4;
+			uint2 v = make_uint2(0, 0);
+
+			if (in && !p.act_f32) {
+				const __nv_bfloat16 *src = (const __nv_bfloat16 *)p.q + d;
+
+				/* not one 8-byte load: that would tie x and y to neighbouring
+				 * registers, where the matrix unit does not want them */
+				v = make_uint2(ldg32(src), ldg32(src + 2));
+			}
+			if (in && p.act_f32) {
+				float4 f = *(const float4 *)((const float *)p.q + d);
+
+				v = make_uint2(pack_bf16(f.x, f.y), pack_bf16(f.z, f.w));
+			}
+			qf[ks][half] = v.x;
+			qf[ks][half + 2] = v.y;
+		}
+	}
+}
+
+/* ... and make operands of them. */
+template <int HD, bool FP8> KVK_DEV void convert_q(uint32_t (*qf)[4])
+{
+	if constexpr (FP8) {
+#pragma unroll
+		for (int i = 0; i < HD / 4; i++) {
+			float2 v = unpack_bf16(qf[i / 4][i % 4]);
+
+			qf[i / 4][i % 4] = pack_f16(v.x, v.y);
+		}
+	}
+}
+
+/* s = Q K^T of 64 tokens; s[jt] are tokens 8 jt + 2c, + 1. */
+template <int HD, bool FP8>
+KVK_DEV void scores(uint32_t k_addr, const uint32_t (*qf)[4], float (*s)[4])
+{
+	using C = gqa_cfg<HD, FP8>;
+	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
+
+	k_addr += g * C::RB;
+#pragma unroll
+	for (int j0 = 0; j0 < 8; j0 += 4) {
+#pragma unroll
+		for (int jt = j0; jt < j0 + 4; jt++)
+			s[jt][0] = s[jt][1] = s[jt][2] = s[jt][3] = 0.f;
+#pragma unroll
+		for (int j = 0; j < C::NJ; j++) {
+			uint4 v[4];
+
+#pragma unroll
+			for (int t = 0; t < 4; t++)
+				v[t] = lds128(k_addr + (j0 + t) * 8 * C::RB +
+					      chunk_of<C::NJ>(c, j) * 16);
+#pragma unroll
+			for (int i = 0; i < C::KPC; i++) {
+#pragma unroll
+				for (int t = 0; t < 4; t++) {
+					const uint32_t w[4] = {v[t].x, v[t].y, v[t].z,
+							       v[t].w};
+					uint32_t b0, b1;
+
+					if (FP8) {
+						e4m3x4_f16(w[i], b0, b1);
+					} else {
+						b0 = w[2 * i & 3];
+						b1 = w[(2 * i + 1) & 3];
+					}
+					mma_16816<!FP8>(s[j0 + t], qf[j * C::KPC + i], b0,
+							b1);
+				}
+			}
+		}
+	}
+}
+
+/*
+ * o += P V of 64 tokens; a[ks] is P of tokens 16 ks .. 16 ks + 15. Word i of chunk j
+ * makes n-tile(s) o[]: FP8 o[8 j + 2 i], o[8 j + 2 i + 1] (even and odd dims), BF16 o[4 j
+ * + i].
+ */
+template <int HD, bool FP8>
+KVK_DEV void values(uint32_t v_addr, const uint32_t (*a)[4], const uint32_t (*lo)[4],
+		    float (*o)[4])
+{
+	using C = gqa_cfg<HD, FP8>;
+	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
+
+	v_addr += g * C::RB;
+#pragma unroll
+	for (int ks = 0; ks < 4; ks++) {
+#pragma unroll
+		for (int j = 0; j < C::NJ; j++) {
+			const uint32_t at =
+				v_addr + 16 * ks * C::RB + chunk_of<C::NJ>(c, j) * 16;
+			const uint4 v0 = lds128(at), v1 = lds128(at + 8 * C::RB);
+			const uint32_t w0[4] = {v0.x, v0.y, v0.z, v0.w};
+			const uint32_t w1[4] = {v1.x, v1.y, v1.z, v1.w};
+
+#pragma unroll
+			for (int i = 0; i < 4; i++) {
+				uint32_t r0 = movmatrix_trans(w0[i]),
+					 r1 = movmatrix_trans(w1[i]);
+
+				if (FP8) {
+					uint32_t lo0, hi0, lo1, hi1;
+					float(*t)[4] = o + 8 * j + 2 * i;
+
+					e4m3x4_f16(__byte_perm(r0, 0, 0x3120), lo0, hi0);
+					e4m3x4_f16(__byte_perm(r1, 0, 0x3120), lo1, hi1);
+					mma_16816<false>(t[0], a[ks], lo0, lo1);
+					mma_16816<false>(t[1], a[ks], hi0, hi1);
+				} else {
+					mma_16816<true>(o[4 * j + i], a[ks], r0, r1);
+					mma_16816<true>(o[4 * j + i], lo[ks], r0, r1);
+				}
+			}
+		}
+	}
+}
+
+/* Rows of V (and scales) past the end become zero: their bytes never reach arithmetic. */
+template <int HD, bool FP8>
+KVK_DEV void zero_tail(uint8_t *stage, uint8_t *scales, uint32_t valid)
+{
+	using C = gqa_cfg<HD, FP8>;
+	const int lane = threadIdx.x & 31;
+
+	for (uint32_t i = valid * (C::RB / 16) + lane; i < KV_PAGE_TOKENS * (C::RB / 16);
+	     i += 32)
+		*(uint4 *)(stage + C::PIECE / 2 + i * 16) = make_uint4(0, 0, 0, 0);
+	if (FP8)
+		for (uint32_t i = valid + lane; i < KV_PAGE_TOKENS; i += 32)
+			((uint16_t *)scales)[i] = ((uint16_t *)scales)[64 + i] = 0;
+	fence_proxy_async();
+	__syncwarp();
+}
+
+/* What one piece needs beside the ring. */
+struct gqa_piece {
+	uint32_t k_addr;
+	uint32_t v_addr;
+	uint32_t sc_addr;
+	int32_t limit[2]; /* tokens of this page that row g, g + 8 may see */
+	bool tail;	  /* some token of the page is out of sight */
+	float sk;	  /* static scales */
+	float sv;
+};
+
+/* The V scales of a lane's tokens, and the largest V scale so far with them. */
+KVK_DEV float largest_scale(const struct gqa_piece &pc, float so_far, uint32_t *svw)
+{
+	const int c = threadIdx.x & 3;
+	__half2 big = __float2half2_rn(0.f);
+	float sv;
+
+#pragma unroll
+	for (int jt = 0; jt < 8; jt++) {
+		__half2 h;
+
+		svw[jt] = lds32(pc.sc_addr + 128 + 16 * jt + 4 * c);
+		memcpy(&h, &svw[jt], 4);
+		big = __hmax2(big, h);
+	}
+	sv = fmaxf(so_far, fmaxf(__low2float(big), __high2float(big)));
+	sv = fmaxf(sv, __shfl_xor_sync(~0u, sv, 1));
+	return fmaxf(sv, __shfl_xor_sync(~0u, sv, 2));
+}
+
+/* Scores times scales, masked; mx: the rows' largest. */
+KVK_DEV void scale_scores(const struct attn_params &p, const struct gqa_piece &pc,
+			  bool tok, float (*s)[4], float *mx)
+{
+	const int c = threadIdx.x & 3;
+
+#pragma unroll
+	for (int jt = 0; jt < 8; jt++) {
+		float2 k = make_float2(pc.sk, pc.sk);
+
+		if (tok)
+			k = unpack_f16(lds32(pc.sc_addr + 16 * jt + 4 * c));
+		k.x *= p.scale;
+		k.y *= p.scale;
+#pragma unroll
+		for (int e = 0; e < 4; e++)
+			s[jt][e] *= e & 1 ? k.y : k.x;
+	}
+	if (pc.tail) {
+#pragma unroll
+		for (int i = 0; i < 32; i++)
+			if (i / 4 * 8 + 2 * c + (i & 1) >= pc.limit[i / 2 & 1])
+				s[i / 4][i % 4] = -INFINITY;
+	}
+#pragma unroll
+	for (int i = 0; i < 32; i++)
+		mx[i / 2 & 1] = fmaxf(mx[i / 2 & 1], s[i / 4][i % 4]);
+}
+
+/* P as M operands (BF16: in two parts, one alone is off by 1e-3), and the rows' sums. */
+template <bool FP8>
+KVK_DEV void probs(float (*s)[4], const float *mu, bool tok, const uint32_t *svw,
+		   float inv_sv, float *l, uint32_t (*a)[4], uint32_t (*lo)[4])
+{
+#pragma unroll
+	for (int jt = 0; jt < 8; jt++) {
+		float2 v = make_float2(1.f, 1.f);
+
+		if (tok) {
+			v = unpack_f16(svw[jt]);
+			v.x *= inv_sv;
+			v.y *= inv_sv;
+		}
+#pragma unroll
+		for (int h = 0; h < 2; h++) {
+			float e0 = exp2_fast(s[jt][2 * h] - mu[h]);
+			float e1 = exp2_fast(s[jt][2 * h + 1] - mu[h]);
+			uint32_t *dst = &a[jt / 2][2 * (jt & 1) + h];
+
+			l[h] += e0 + e1;
+			if (FP8) {
+				*dst = pack_f16(e0 * v.x, e1 * v.y);
+			} else {
+				float2 f;
+
+				*dst = pack_bf16(e0, e1);
+				f = unpack_bf16(*dst);
+				lo[jt / 2][2 * (jt & 1) + h] =
+					pack_bf16(e0 - f.x, e1 - f.y);
+			}
+		}
+	}
+}
+
+/* Scores to probabilities: scales, mask, running maximum; returns with P in a[][]. */
+template <int HD, bool FP8>
+KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
+		     float (*s)[4], gqa_acc<HD> &acc, uint32_t (*a)[4], uint32_t (*lo)[4])
+{
+	const bool tok = FP8 && p.token_scales;
+	float mx[2] = {-INFINITY, -INFINITY}, corr[2], mu[2], sv_new = acc.sv_max,
+	      inv_sv = 1.f;
+	uint32_t svw[8];
+
+	if (tok) {
+		sv_new = largest_scale(pc, sv_new, svw);
+		inv_sv = sv_new > 0.f ? 1.f / sv_new : 0.f;
+	}
+	scale_scores(p, pc, tok, s, mx);
+#pragma unroll
+	for (int h = 0; h < 2; h++) {
+		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 1));
+		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 2));
+		mx[h] = fmaxf(mx[h], acc.m[h]);
+		mu[h] = mx[h] == -INFINITY ? 0.f : mx[h];
+		corr[h] = exp2_fast(acc.m[h] - mu[h]);
+		acc.l[h] *= corr[h];
+		corr[h] *= acc.sv_max * inv_sv;
+		if (!tok)
+			corr[h] = exp2_fast(acc.m[h] - mu[h]);
+	}
+	if (__any_sync(~0u,
+		       mx[0] != acc.m[0] || mx[1] != acc.m[1] || sv_new != acc.sv_max)) {
+#pragma unroll
+		for (int i = 0; i < HD / 8; i++) {
+			acc.o[i][0] *= corr[0];
+			acc.o[i][1] *= corr[0];
+			acc.o[i][2] *= corr[1];
+			acc.o[i][3] *= corr[1];
+		}
+		acc.m[0] = mx[0];
+		acc.m[1] = mx[1];
+		acc.sv_max = sv_new;
+	}
+	probs<FP8>(s, mu, tok, svw, inv_sv, acc.l, a, lo);
+}
+
+#endif /* KVK_ATTN_GQA_MATH_CUH */

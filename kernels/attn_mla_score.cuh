@@ -1,0 +1,336 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_mla_score.cuh - constants, shared memory and score warps of the MLA decode kernel for up
+ * to 16 query rows; attn_mla.cu explains it.
+ */
+#ifndef KVK_ATTN_MLA_SCORE_CUH
+#define KVK_ATTN_MLA_SCORE_CUH
+
+#include "kernels/attn_mla.cuh"
+
+#define BAR_ALL 1 /* scores and values */
+template <int NTL, bool FP8> struct mla_cfg {
+	static constexpr int ES = FP8 ? 1 : 2;
+	static constexpr int RB = LATENT * ES;	/* bytes of a token's latent */
+	static constexpr int RR = ROPE * ES;	/* ... of its rope */
+	static constexpr int NB = RB / 128;	/* blocks of 128 bytes */
+	static constexpr int KPW = FP8 ? 8 : 4; /* k-steps in a block */
+	static constexpr int ROPE_OFF = TOKENS * RB;
+	static constexpr int SCALE_OFF = TOKENS * (RB + RR);
+	static constexpr int STAGE = SCALE_OFF + (FP8 ? 256 : 0);
+	static constexpr int ROWS = 8 * NTL;
+	static constexpr int CHAINS = NTL == 1 ? 4 : 2; /* independent sums of a score */
+	static constexpr int STAGES = FP8 ? 6 : 3;
+	static constexpr int PLANES = FP8 ? 1 : 2; /* BF16: P in two parts */
+	/* few rows: two teams of score warps take pieces in turn */
+	static constexpr int TEAMS = NTL == 1 ? 2 : 1;
+	static constexpr int NR_SCORE = 4 * TEAMS;
+	static constexpr int NR_VALUE = 4 * TEAMS;
+	static constexpr int NR_WARPS = NR_SCORE + NR_VALUE;
+	static constexpr int NR_THREADS =
+		(NR_WARPS + 4) * 32;	     /* + a warpgroup, one warp works */
+	static constexpr int MT = 8 / TEAMS; /* m-tiles (16 dims) of a value warp */
+	static constexpr int REGS_SCORE = TEAMS == 2 ? 136 : 232;
+	static constexpr int REGS_VALUE = TEAMS == 2 ? 88 : 232;
+	static constexpr int REGS_REST = TEAMS == 2 ? 24 : 40;
+};
+
+template <int NTL, bool FP8> struct mla_smem {
+	using C = mla_cfg<NTL, FP8>;
+	uint8_t ring[C::STAGES][C::STAGE];
+	uint16_t p[C::PLANES][2][4][C::ROWS]
+		  [16];			     /* [buffer][16 tokens][query row][token] */
+	float e[2][4][C::ROWS];		     /* log2 of the unit of p */
+	float2 fin[2][C::NR_SCORE][C::ROWS]; /* m, l of a score warp, segment's end */
+	struct mla_seg segs[SEG_RING];	     /* written by the producer */
+	struct plan_pending pend[2];	     /* first, last segment */
+	uint64_t full[C::STAGES];
+	uint64_t empty[C::STAGES];
+	uint64_t p_full[2];
+	uint64_t p_empty[2];
+	uint64_t fin_full[2];
+	uint64_t fin_empty[2];
+	uint32_t issued; /* pieces whose copies were started */
+	uint32_t segs_in;
+	uint32_t segs_done;
+	uint32_t flag;
+};
+
+/* ------------------------------------------------------------------------------- scores
+ */
+
+/* Start reading the block's queries, raw bf16 pairs (f32 activations are rounded). */
+template <int NTL, bool FP8>
+KVK_DEV void load_q(const struct attn_params &p, const struct plan_seg &s,
+		    uint32_t (*qf)[NTL][2])
+{
+	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
+
+#pragma unroll
+	for (int nt = 0; nt < NTL; nt++) {
+		uint32_t row = s.hblk * (8 * NTL) + 8 * nt + g;
+		bool in = row < s.q_len * p.nr_q_heads;
+		size_t base = ((size_t)s.q0 * p.nr_q_heads + row) * (LATENT + ROPE);
+
+#pragma unroll
+		for (int ks = 0; ks < NR_KS; ks++) {
+			size_t d = base + ks_dim<FP8>(ks, c);
+			uint2 v = make_uint2(0, 0);
+
+			if (in && !p.act_f32)
+				v = *(const uint2 *)((const __nv_bfloat16 *)p.q + d);
+			if (in && p.act_f32) {
+				float4 f = *(const float4 *)((const float *)p.q + d);
+
+				v = make_uint2(pack_bf16(f.x, f.y), pack_bf16(f.z, f.w));
+			}
+			qf[ks][nt][0] = v.x;
+			qf[ks][nt][1] = v.y;
+		}
+	}
+}
+
+template <int NTL, bool FP8> KVK_DEV void convert_q(uint32_t (*qf)[NTL][2])
+{
+	if constexpr (FP8) {
+#pragma unroll
+		for (int i = 0; i < NR_KS * NTL * 2; i++) {
+			uint32_t *q = &qf[i / (2 * NTL)][i / 2 % NTL][i % 2];
+			float2 v = unpack_bf16(*q);
+
+			*q = pack_f16(v.x, v.y);
+		}
+	}
+}
+
+/* One k-step: 4 bytes (FP8) or 8 bytes (BF16) of token rows g and g + 8. */
+template <int NTL, bool FP8>
+KVK_DEV void score_step(float (*acc)[4], const uint32_t *w0, const uint32_t *w1,
+			const uint32_t (*q)[2])
+{
+	uint32_t a[4];
+
+	if (FP8) {
+		e4m3x4_f16(w0[0], a[0], a[2]);
+		e4m3x4_f16(w1[0], a[1], a[3]);
+	} else {
+		a[0] = w0[0];
+		a[2] = w0[1];
+		a[1] = w1[0];
+		a[3] = w1[1];
+	}
+#pragma unroll
+	for (int nt = 0; nt < NTL; nt++)
+		mma_16816<!FP8>(acc[nt], a, q[nt][0], q[nt][1]);
+}
+
+/* Latent (l) and rope (r) scores of tokens t0 + g, t0 + g + 8. */
+template <int NTL, bool FP8>
+KVK_DEV void score_tile(uint32_t stage, int t0, const uint32_t (*qf)[NTL][2],
+			float (*l)[4], float (*r)[4])
+{
+	using C = mla_cfg<NTL, FP8>;
+	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
+	const uint32_t row = stage + (t0 + g) * C::RB;
+	float acc[C::CHAINS][NTL][4] = {};
+	constexpr int WPS = FP8 ? 1 : 2; /* words of a k-step */
+
+#pragma unroll
+	for (int b = 0; b < C::NB; b++) {
+		uint32_t w0[8], w1[8];
+
+		lds_pair(row + b * 128, c, g & 1, w0);
+		lds_pair(row + 8 * C::RB + b * 128, c, g & 1, w1);
+#pragma unroll
+		for (int i = 0; i < C::KPW; i++)
+			score_step<NTL, FP8>(acc[i % C::CHAINS], w0 + i * WPS,
+					     w1 + i * WPS, qf[b * C::KPW + i]);
+	}
+#pragma unroll
+	for (int i = 0; i < NTL * 4; i++) {
+		l[i / 4][i % 4] = r[i / 4][i % 4] = 0.f;
+#pragma unroll
+		for (int k = 0; k < C::CHAINS; k++)
+			l[i / 4][i % 4] += acc[k][i / 4][i % 4];
+	}
+	if (FP8) {
+		const uint32_t at = stage + C::ROPE_OFF + (t0 + g) * C::RR + c * 16;
+		const uint4 x = lds128(at), y = lds128(at + 8 * C::RR);
+		const uint32_t w0[4] = {x.x, x.y, x.z, x.w}, w1[4] = {y.x, y.y, y.z, y.w};
+
+#pragma unroll
+		for (int i = 0; i < 4; i++)
+			score_step<NTL, FP8>(r, w0 + i, w1 + i, qf[32 + i]);
+	} else {
+		const uint32_t at = stage + C::ROPE_OFF + (t0 + g) * C::RR;
+		uint32_t w0[8], w1[8];
+
+		lds_pair(at, c, g & 1, w0);
+		lds_pair(at + 8 * C::RR, c, g & 1, w1);
+#pragma unroll
+		for (int i = 0; i < 4; i++)
+			score_step<NTL, FP8>(r, w0 + (2 * i & 7), w1 + (2 * i & 7),
+					     qf[32 + i]);
+	}
+}
+
+/* A score warp's running state; index 2 nt + j is query row 8 nt + 2c + j. */
+template <int NTL> struct score_state {
+	float m[2 * NTL]; /* integers, log2 units */
+	float l[2 * NTL]; /* this lane's share */
+	float unit;	  /* log2 of the largest latent scale so far, rounded up */
+};
+
+/* Scores to P in shared memory. @valid: tokens of the page below the request's length. */
+template <int NTL, bool FP8>
+KVK_DEV void score_softmax(const struct attn_params &p, const struct plan_seg &s, int t0,
+			   int32_t valid, float (*l)[4], float (*r)[4],
+			   score_state<NTL> &st, uint32_t sc_addr, uint32_t buf,
+			   mla_smem<NTL, FP8> *sm)
+{
+	using C = mla_cfg<NTL, FP8>;
+	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4, w = t0 / 16;
+	const bool tok = FP8 && p.token_scales;
+	float sl[2] = {1.f, 1.f}, sr[2] = {1.f, 1.f}, sv[2] = {1.f, 1.f};
+
+	if (FP8 && p.scales)
+		sl[0] = sl[1] = sr[0] = sr[1] = p.scales[0];
+	if (tok) {
+		float mx;
+
+#pragma unroll
+		for (int h = 0; h < 2; h++) {
+			float2 v = unpack_f16(lds32(sc_addr + (t0 + g + 8 * h) * 4));
+			bool in = t0 + g + 8 * h < valid;
+
+			sl[h] = in ? v.x : 0.f;
+			sr[h] = in ? v.y : 0.f;
+		}
+		mx = fmaxf(sl[0], sl[1]);
+		mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 4));
+		mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 8));
+		mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 16));
+		if (mx > 0.f)
+			st.unit = fmaxf(st.unit, ceilf(__log2f(mx)));
+		sv[0] = sl[0] * exp2_fast(-st.unit);
+		sv[1] = sl[1] * exp2_fast(-st.unit);
+	}
+#pragma unroll
+	for (int k = 0; k < 2 * NTL; k++) {
+		const int nt = k / 2, j = k % 2;
+		uint32_t row = s.hblk * (8 * NTL) + 8 * nt + 2 * c + j;
+		int32_t limit =
+			valid - (int32_t)s.q_len + 1 + (int32_t)(row / p.nr_q_heads);
+		float x[2], m = -INFINITY, mu, corr;
+
+#pragma unroll
+		for (int h = 0; h < 2; h++) {
+			x[h] = (l[nt][2 * h + j] * sl[h] + r[nt][2 * h + j] * sr[h]) *
+			       p.scale;
+			if (t0 + g + 8 * h >= limit)
+				x[h] = -INFINITY;
+			m = fmaxf(m, x[h]);
+		}
+		m = fmaxf(m, __shfl_xor_sync(~0u, m, 4));
+		m = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
+		m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
+		m = fmaxf(ceilf(m), st.m[k]);
+		mu = m == -INFINITY ? 0.f : m;
+		corr = exp2_fast(st.m[k] - mu);
+		st.m[k] = m;
+		x[0] = exp2_fast(x[0] - mu);
+		x[1] = exp2_fast(x[1] - mu);
+		st.l[k] = st.l[k] * corr + x[0] + x[1];
+#pragma unroll
+		for (int h = 0; h < 2; h++) {
+			float v = tok && t0 + g + 8 * h >= valid ? 0.f : x[h] * sv[h];
+			uint32_t u = FP8 ? pack_f16(v, 0.f) : pack_bf16(v, 0.f);
+
+			sm->p[0][buf][w][8 * nt + 2 * c + j][g + 8 * h] = (uint16_t)u;
+			if (!FP8)
+				sm->p[C::PLANES - 1][buf][w][8 * nt + 2 * c + j]
+				     [g + 8 * h] =
+					(uint16_t)pack_bf16(v - unpack_bf16(u).x, 0.f);
+		}
+		if (g == 0)
+			sm->e[buf][w][8 * nt + 2 * c + j] = m + (tok ? st.unit : 0.f);
+	}
+}
+
+/* A score warp: 16 tokens of its team's pieces. */
+template <int NTL, bool FP8>
+KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
+			mla_smem<NTL, FP8> *sm)
+{
+	using C = mla_cfg<NTL, FP8>;
+	const int lane = threadIdx.x & 31, w = threadIdx.x / 32, t0 = 16 * (w % 4);
+	uint32_t qf[NR_KS][NTL][2], base = 0;
+	struct mla_seg g;
+
+	for (uint32_t i = 0; i < count; i++) {
+		score_state<NTL> st;
+
+		if (i == 0) {
+			spin_until(&sm->segs_in, 0);
+			g = sm->segs[0];
+			grid_wait();
+			load_q<NTL, FP8>(p, g.s, qf);
+		}
+#pragma unroll
+		for (int k = 0; k < 2 * NTL; k++) {
+			st.m[k] = -INFINITY;
+			st.l[k] = 0.f;
+		}
+		st.unit = -126.f;
+		convert_q<NTL, FP8>(qf);
+		for (uint32_t n = (w / 4 - base) % C::TEAMS; n < g.nr_pieces;
+		     n += C::TEAMS) {
+			uint32_t seq = base + n, stage = seq % C::STAGES, buf = seq & 1;
+			int32_t valid = (int32_t)(g.s.len - (g.s.page0 + n) * TOKENS);
+			uint32_t at = smem_addr(sm->ring[stage]);
+
+			spin_until(&sm->issued, seq);
+			mbar_wait(&sm->full[stage], seq / C::STAGES & 1);
+			if (p.flags & KVK_ATTN_LOADS) {
+				mbar_wait(&sm->p_empty[buf], (seq >> 1 & 1) ^ 1);
+			} else {
+				float l[NTL][4], r[NTL][4];
+
+				score_tile<NTL, FP8>(at, t0, qf, l, r);
+				mbar_wait(&sm->p_empty[buf], (seq >> 1 & 1) ^ 1);
+				score_softmax<NTL, FP8>(p, g.s, t0, valid, l, r, st,
+							at + C::SCALE_OFF, buf, sm);
+			}
+			__syncwarp();
+			if (lane == 0) {
+				mbar_arrive(&sm->p_full[buf]);
+				mbar_arrive(&sm->empty[stage]);
+			}
+		}
+		base += g.nr_pieces;
+		if (i + 1 < count) { /* on its way while this one is finished */
+			spin_until(&sm->segs_in, i + 1);
+			load_q<NTL, FP8>(p, sm->segs[(i + 1) % SEG_RING].s, qf);
+		}
+		mbar_wait(&sm->fin_empty[i & 1], (i >> 1 & 1) ^ 1);
+#pragma unroll
+		for (int k = 0; k < 2 * NTL; k++) {
+			float l = st.l[k];
+
+			l += __shfl_xor_sync(~0u, l, 4);
+			l += __shfl_xor_sync(~0u, l, 8);
+			l += __shfl_xor_sync(~0u, l, 16);
+			if (lane < 4)
+				sm->fin[i & 1][w][8 * (k / 2) + 2 * lane + k % 2] =
+					make_float2(st.m[k], l);
+		}
+		g = sm->segs[(i + 1) % SEG_RING];
+		__syncwarp();
+		if (lane == 0) {
+			mbar_arrive(&sm->fin_full[i & 1]);
+			atoms_add_release(&sm->segs_done, 1);
+		}
+	}
+}
+
+#endif /* KVK_ATTN_MLA_SCORE_CUH */

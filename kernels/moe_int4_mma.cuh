@@ -1,0 +1,351 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_int4_mma.cuh - products of the INT4 kernel: nibbles to floats, bricks times tokens,
+ * and the exchange of sums between warps.
+ *
+ * Named barriers: 1 group 0 alone, 2 group 1's sums are in shared memory, 3 they were
+ * read, 4 group 1 alone.
+ */
+#ifndef KVK_MOE_INT4_MMA_CUH
+#define KVK_MOE_INT4_MMA_CUH
+
+#include "moe_int4_feed.cuh"
+
+/* A nibble n = q + 8 becomes a 16-bit float by and-or alone: 128 + n in bf16 (x), 1024 +
+ * n or 1024 + 16 n in f16 (h; columns 2, 3, 6, 7 of eight, whose h is stored as h / 16).
+ * What is too much is the same for every row of W, so it is cheaper taken off once for
+ * all rows: by a product of the tokens with constants (few tokens), or from each weight
+ * (many). */
+template <enum moe_mode MODE, bool EXACT>
+__device__ __forceinline__ void dequant(uint32_t w, uint32_t (&p)[4])
+{
+#pragma unroll
+	for (int j = 0; j < 4; j++) {
+		if constexpr (MODE == MOE_X) {
+			p[j] = ptx_and_or(w >> (4 * j), 0x000f000fu, 0x43004300u);
+			if (EXACT)
+				p[j] = ptx_fma_bf16x2(p[j], 0x3f803f80u,
+						      0xc308c308u); /* - 136 */
+		} else {
+			p[j] = ptx_and_or(w >> (j / 2 * 8),
+					  j % 2 ? 0x00f000f0u : 0x000f000fu, 0x64006400u);
+			if (EXACT) /* - 1032, - 1152 */
+				p[j] = ptx_fma_f16x2(p[j], 0x3c003c00u,
+						     j % 2 ? 0xe480e480u : 0xe408e408u);
+		}
+	}
+}
+
+template <enum moe_mode MODE>
+__device__ __forceinline__ void tile_mma(float (&d)[4], const uint32_t (&a)[4],
+					 uint32_t b0, uint32_t b1, const float (&c)[4])
+{
+	if constexpr (MODE == MOE_X)
+		ptx_mma_bf16(d, a, b0, b1, c);
+	else
+		ptx_mma_f16(d, a, b0, b1, c);
+}
+
+/* The B operand of 32 columns for one token: eight neighbours of its row. */
+template <enum moe_mode MODE>
+__device__ __forceinline__ uint4 load_tokens(uint32_t row, uint32_t kb, uint32_t t,
+					     float inv, bool there)
+{
+	if (!there) /* zeros cost the least power */
+		return make_uint4(0, 0, 0, 0);
+	if constexpr (MODE != MOE_H32) {
+		return ptx_lds128(row + kb * 64u + t * 16u);
+	} else {
+		uint4 lo = ptx_lds128(row + kb * 128u + t * 32u);
+		uint4 hi = ptx_lds128(row + kb * 128u + t * 32u + 16u);
+		float high = inv * MOE_H_HIGH;
+		uint4 b;
+
+		b.x = ptx_f16x2(__uint_as_float(lo.x) * inv, __uint_as_float(lo.y) * inv);
+		b.y = ptx_f16x2(__uint_as_float(lo.z) * high,
+				__uint_as_float(lo.w) * high);
+		b.z = ptx_f16x2(__uint_as_float(hi.x) * inv, __uint_as_float(hi.y) * inv);
+		b.w = ptx_f16x2(__uint_as_float(hi.z) * high,
+				__uint_as_float(hi.w) * high);
+		return b;
+	}
+}
+
+template <int G>
+__device__ __forceinline__ void load_scales(uint32_t addr, uint32_t g, uint32_t is_f16,
+					    float (&s)[128 / G][4])
+{
+	uint32_t v[128 / G * 2];
+
+	if constexpr (G == 128) {
+		uint2 a = ptx_lds64(addr + g * 8u);
+		v[0] = a.x;
+		v[1] = a.y;
+	} else {
+#pragma unroll
+		for (int i = 0; i < 128 / G * 2; i += 4) {
+			uint4 a = ptx_lds128(addr + g * (1024u / G) + i * 4u);
+			v[i] = a.x;
+			v[i + 1] = a.y;
+			v[i + 2] = a.z;
+			v[i + 3] = a.w;
+		}
+	}
+	if (is_f16) {
+#pragma unroll
+		for (int i = 0; i < 128 / G * 2; i++) {
+			s[i / 2][i % 2 * 2] = ptx_f16_f32(v[i] & 0xffffu);
+			s[i / 2][i % 2 * 2 + 1] = ptx_f16_f32(v[i] >> 16);
+		}
+	} else {
+#pragma unroll
+		for (int i = 0; i < 128 / G * 2; i++) {
+			s[i / 2][i % 2 * 2] = __uint_as_float(v[i] << 16);
+			s[i / 2][i % 2 * 2 + 1] = __uint_as_float(v[i] & 0xffff0000u);
+		}
+	}
+}
+
+/* acc += scale * sum, for a scale group's columns of 32 rows and 8 tokens */
+__device__ __forceinline__ void add_group(float (&acc)[4], const float (&sum)[4],
+					  const float *s, const float *offset,
+					  const float (&back)[2])
+{
+#pragma unroll
+	for (int i = 0; i < 4; i++)
+		acc[i] += s[i / 2] * back[i % 2] * (offset ? sum[i] + offset[i] : sum[i]);
+}
+
+/* acc += h's scale * the brick's sum */
+template <int NT>
+__device__ __forceinline__ void add_brick(float (&acc)[2][NT][4],
+					  const float (&part)[2][NT][4], uint32_t x,
+					  uint32_t xrow)
+{
+#pragma unroll
+	for (int i = 0; i < 2 * NT; i++) {
+		const uint32_t token = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+		const float back = ptx_lds32(x + token * xrow + 256u);
+
+#pragma unroll
+		for (int m = 0; m < 2; m++) {
+			acc[m][i / 2][i % 2] += back * part[m][i / 2][i % 2];
+			acc[m][i / 2][i % 2 + 2] += back * part[m][i / 2][i % 2 + 2];
+		}
+	}
+}
+
+/* One brick (32 rows x 128 columns) times 8 NT tokens: acc[m tile][n tile][fragment]. */
+template <int NT, int G, enum moe_mode MODE, bool EXACT>
+__device__ __forceinline__ void
+brick_mma(float (&acc)[2][NT][4], uint32_t brick, uint32_t x, uint32_t xrow,
+	  const float (&inv)[NT], uint32_t n, uint32_t is_f16)
+{
+
+	constexpr uint32_t O0 =
+		MODE == MOE_X ? 0xc308c308u : 0xe408e408u; /* - 136, - 1032 */
+	constexpr uint32_t O1 =
+		MODE == MOE_X ? 0xc308c308u : 0xe480e480u; /* - 136, - 1152 */
+	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+	const uint32_t offset[4] = {O0, O0, O1, O1};
+	float zero[4] = {};
+	/* h's scale: once per brick, or (no registers left for that) with the group's */
+	constexpr bool PART = MODE == MOE_H16 && NT <= 2;
+	float s[128 / G][4], sum[2][NT][4], off[NT][4], part[2][NT][4] = {};
+
+	load_scales<G>(brick + KVK_BRICK_NIBBLES, g, is_f16, s);
+#pragma unroll
+	for (int kb = 0; kb < 4; kb++) {
+		const bool begin = kb * 32 % G == 0, end = (kb + 1) * 32 % G == 0;
+		uint4 w = ptx_lds128(brick + kb * 512u + lane * 16u);
+		uint32_t p[4][4];
+
+		dequant<MODE, EXACT>(w.x, p[0]);
+		dequant<MODE, EXACT>(w.y, p[1]);
+		dequant<MODE, EXACT>(w.z, p[2]);
+		dequant<MODE, EXACT>(w.w, p[3]);
+#pragma unroll
+		for (int nt = 0; nt < NT; nt++) {
+			uint4 b = load_tokens<MODE>(x + (nt * 8u + g) * xrow, kb, t,
+						    inv[nt], nt * 8u + g < n);
+			float back[2] = {1.0f, 1.0f};
+
+			if (MODE == MOE_H16 && !PART && end)
+				for (int i = 0; i < 2; i++)
+					back[i] = ptx_lds32(
+						x + (nt * 8 + 2 * t + i) * xrow + 256u);
+
+			if constexpr (!EXACT) {
+				tile_mma<MODE>(off[nt], offset, b.x, b.y,
+					       begin ? zero : off[nt]);
+				tile_mma<MODE>(off[nt], offset, b.z, b.w, off[nt]);
+			}
+#pragma unroll
+			for (int m = 0; m < 2; m++) {
+				uint32_t a0[4] = {p[2 * m][0], p[2 * m + 1][0],
+						  p[2 * m][1], p[2 * m + 1][1]};
+				uint32_t a1[4] = {p[2 * m][2], p[2 * m + 1][2],
+						  p[2 * m][3], p[2 * m + 1][3]};
+				float(&c)[4] = sum[m][nt];
+
+				if constexpr (!EXACT && G == 32)
+					tile_mma<MODE>(c, a0, b.x, b.y, off[nt]);
+				else
+					tile_mma<MODE>(c, a0, b.x, b.y, begin ? zero : c);
+				tile_mma<MODE>(c, a1, b.z, b.w, c);
+				if (end)
+					add_group(PART ? part[m][nt] : acc[m][nt], c,
+						  &s[kb * 32 / G][2 * m],
+						  !EXACT && G != 32 ? off[nt] : nullptr,
+						  back);
+			}
+		}
+	}
+	if constexpr (PART)
+		add_brick<NT>(acc, part, x, xrow);
+}
+
+/* The group's stages of row block @rb into acc. */
+template <int NT, int WK, enum moe_mode MODE, int G, class S>
+__device__ __forceinline__ void
+unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n,
+	 const float *inv, bool keep, struct moe_ring &r, struct moe_ring &rx)
+{
+	constexpr uint32_t WM = MOE_GROUP / WK, XC = MODE == MOE_X ? S::XC1 : S::XC2;
+	constexpr uint32_t XROW = MODE == MOE_X ? S::XROW1 : S::XROW2;
+	constexpr uint32_t STEP = MODE == MOE_X ? 256u : S::H_STEP;
+	const struct moe_mat &m = MODE == MOE_X ? a.w13 : a.w2;
+	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
+	const uint32_t group = threadIdx.x / 32 / MOE_GROUP, wk = warp % WK;
+	const bool mine = rb * WM + warp / WK < m.mtiles && !a.loads_only;
+	float scale[NT];
+
+#pragma unroll
+	for (int nt = 0; nt < NT; nt++) {
+		scale[nt] = MODE == MOE_H32 ? inv[nt * 8 + lane / 4] : 1.0f;
+#pragma unroll
+		for (int i = 0; i < 4; i++)
+			acc[0][nt][i] = acc[1][nt][i] = 0.0f;
+	}
+	for (uint32_t c = 0; c < m.kbricks; c += XC) {
+		const uint32_t x = rx.base + rx.stage * S::CHUNK + wk * STEP;
+		const uint32_t end = min(c + XC, m.kbricks);
+
+		ptx_mbar_wait(rx.full + 8 * rx.stage, rx.phase);
+		for (uint32_t k = c; k < end; k += WK) {
+			if (r.stage % 2 == group) {
+				ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
+				if (mine && k + wk < m.kbricks)
+					brick_mma<NT, G, MODE, !(S::OFFSET && NT == 1)>(
+						acc,
+						r.base + r.stage * S::STAGE +
+							warp * S::BRICK,
+						x + (k - c) * STEP, XROW, scale, n,
+						a.scale_f16);
+				__syncwarp();
+				if (lane == 0)
+					ptx_mbar_arrive(r.empty + 8 * r.stage);
+			}
+			ring_next<S::STAGES>(r);
+		}
+		if (keep) /* one chunk, and the next part of the row block needs it too */
+			continue;
+		__syncwarp();
+		if (lane == 0)
+			ptx_mbar_arrive(rx.empty + 8 * rx.stage);
+		ring_next<S::CHUNKS>(rx);
+	}
+}
+
+/* Two row blocks at once, a group each; returns the one that is this group's. */
+template <int NT, enum moe_mode MODE, int G, class S>
+__device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
+					     const struct moe_i4 &a, uint32_t rb,
+					     uint32_t n, const float *inv, bool keep,
+					     struct moe_ring &r, struct moe_ring &rx)
+{
+	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
+	const uint32_t group = threadIdx.x / 32 / MOE_GROUP;
+	const uint32_t x = rx.base + rx.stage * S::CHUNK;
+	float scale[NT];
+
+	rb += r.stage % 2 != group;
+#pragma unroll
+	for (int nt = 0; nt < NT; nt++) {
+		scale[nt] = MODE == MOE_H32 ? inv[nt * 8 + lane / 4] : 1.0f;
+#pragma unroll
+		for (int i = 0; i < 4; i++)
+			acc[0][nt][i] = acc[1][nt][i] = 0.0f;
+	}
+	ptx_mbar_wait(rx.full + 8 * rx.stage, rx.phase);
+	for (uint32_t i = 0; i < 2 * a.w2.kbricks; i++, ring_next<S::STAGES>(r)) {
+		if (r.stage % 2 != group)
+			continue;
+		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
+		if (rb * MOE_GROUP + warp < a.w2.mtiles && !a.loads_only)
+			brick_mma<NT, G, MODE, !(S::OFFSET && NT == 1)>(
+				acc, r.base + r.stage * S::STAGE + warp * S::BRICK,
+				x + i / 2 * S::H_STEP, S::XROW2, scale, n, a.scale_f16);
+		__syncwarp();
+		if (lane == 0)
+			ptx_mbar_arrive(r.empty + 8 * r.stage);
+	}
+	if (!keep) {
+		__syncwarp();
+		if (lane == 0)
+			ptx_mbar_arrive(rx.empty + 8 * rx.stage);
+		ring_next<S::CHUNKS>(rx);
+	}
+	return rb;
+}
+
+/* Fragment i of warp @w in the exchange buffer. */
+template <int NT>
+__device__ __forceinline__ uint32_t red_at(uint32_t red, uint32_t w, int i)
+{
+	return red + ((w * 8 * NT + i) * 32 + threadIdx.x % 32) * 4;
+}
+
+/* Sum both groups' and the WK warps' shares in fixed order. Afterwards group 0's warps
+ * hold the fragments whose pair (c and c + 2: gate and up) is wk modulo WK. */
+template <int NT, int WK>
+__device__ __forceinline__ void unit_reduce(float (&acc)[2][NT][4], uint32_t red)
+{
+	const uint32_t warp = threadIdx.x / 32, w8 = warp % MOE_GROUP,
+		       group = warp / MOE_GROUP;
+
+	if (group)
+		ptx_bar_sync(3, MOE_CONSUMERS * 32);
+	else if (WK > 1)
+		ptx_bar_sync(1, MOE_GROUP * 32);
+	if (group || WK > 1) {
+#pragma unroll
+		for (int i = 0; i < 8 * NT; i++)
+			ptx_sts32(red_at<NT>(red, WK > 1 ? warp : w8, i),
+				  acc[i / (4 * NT)][i / 4 % NT][i % 4]);
+	}
+	if (group) {
+		ptx_bar_arrive(2, MOE_CONSUMERS * 32);
+		return;
+	}
+	ptx_bar_sync(2, MOE_CONSUMERS * 32);
+#pragma unroll
+	for (int i = 0; i < 8 * NT; i++) {
+		float &v = acc[i / (4 * NT)][i / 4 % NT][i % 4];
+
+		if (WK == 1) {
+			v += ptx_lds32(red_at<NT>(red, w8, i));
+		} else if ((i / 4 * 2 + i % 2) % WK == w8 % WK) {
+			/* which group had which stages varies: add them first */
+			v = 0.0f;
+#pragma unroll
+			for (uint32_t w = 0; w < WK; w++)
+				v += ptx_lds32(red_at<NT>(red, w8 / WK * WK + w, i)) +
+				     ptx_lds32(red_at<NT>(
+					     red, MOE_GROUP + w8 / WK * WK + w, i));
+		}
+	}
+	ptx_bar_arrive(3, MOE_CONSUMERS * 32);
+}
+
+#endif /* KVK_MOE_INT4_MMA_CUH */

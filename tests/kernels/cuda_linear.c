@@ -1,0 +1,127 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * cuda_linear.c - linear for many tokens on the GPU: the same bits as for few tokens, and
+ * the host's values.
+ */
+#ifdef CONFIG_CUDA
+#include "cuda_common.h"
+#include "kernels/linear_tiled.h"
+#include "kernels/moe_cuda.h"
+
+struct shape {
+	u32 rows, cols, nr_tokens, nr_batch;
+	bool bias, accumulate, strided;
+};
+
+static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct shape *s)
+{
+	struct kvt_matrix m =
+		kvt_matrix_make(g, dtype, s->nr_batch, s->rows, s->cols, 32, 0);
+	u32 xs = s->nr_batch * s->cols + s->strided * 24;
+	u32 ys = s->nr_batch * s->rows + s->strided * 3;
+	size_t nx = (size_t)s->nr_tokens * xs, ny = (size_t)s->nr_tokens * ys;
+	size_t per = (size_t)s->rows * s->cols * s->nr_batch;
+	size_t scales =
+		4ull * s->nr_batch * ((s->rows + 127) / 128) * ((s->cols + 127) / 128);
+	float *x = malloc(nx * 4), *y = malloc(ny * 4), *bias = malloc(s->rows * 4);
+	struct kvk_linear_args a = {.w = m.w,
+				    .nr_tokens = s->nr_tokens,
+				    .x_stride = s->strided ? xs : 0,
+				    .y_stride = s->strided ? ys : 0,
+				    .x_dtype = KVK_BF16,
+				    .y_dtype = y_dtype,
+				    .nr_batch = s->nr_batch,
+				    .accumulate = s->accumulate},
+			       d, few;
+	size_t y_bytes = acts_bytes(y_dtype, ny);
+	void *host_y, *tiled;
+
+	kvt_rng_fill(g, x, nx, 1.0f);
+	kvt_rng_fill(g, y, ny, 1.0f);
+	kvt_rng_fill(g, bias, s->rows, 1.0f);
+	x[nx / 2] = NAN; /* one token's results are NaN, or its padding */
+	a.x = acts_make(KVK_BF16, x, nx);
+	a.y = host_y = acts_make(y_dtype, y, ny);
+	a.bias = s->bias ? bias : NULL;
+	d = a;
+	d.w.data = gpu_copy(m.data, dtype == KVK_E4M3 ? per : per * 2);
+	d.w.scales = dtype == KVK_E4M3 ? gpu_copy(m.scales, scales) : NULL;
+	d.x = gpu_copy(a.x, acts_bytes(KVK_BF16, nx));
+	d.y = gpu_copy(a.y, y_bytes);
+	d.bias = s->bias ? gpu_copy(bias, s->rows * 4) : NULL;
+	few = d;
+	few.y = gpu_copy(a.y, y_bytes);
+	KVT_EXPECT(kvk_linear_tiled_ok(&d));
+	KVT_EXPECT_EQ(kvk_linear_tiled_cuda(&d, NULL), 0);
+	KVT_EXPECT_EQ(kvk_linear_cuda(&few, NULL), 0);
+	KVT_EXPECT_EQ(kvk_host_ops()->linear(&a, NULL), 0);
+	tiled = gpu_fetch(d.y, y_bytes);
+	if (memcmp(tiled, gpu_fetch(few.y, y_bytes), y_bytes))
+		KVT_FAIL("dtype %u, %u x %u, %u tokens: not the bits of few tokens",
+			 dtype, s->rows, s->cols, s->nr_tokens);
+	acts_equal(y_dtype, tiled, host_y, ny, y_dtype == KVK_F32 ? 1e-4 : 0.03,
+		   "linear");
+	kvt_matrix_fini(&m);
+}
+
+static const struct shape shapes[] = {
+	{128, 128, 64, 1, false, false, false}, {1, 16, 1, 1, false, false, false},
+	{130, 272, 65, 1, true, true, true},	{257, 1424, 33, 1, false, true, false},
+	{48, 64, 70, 3, false, false, true},	{129, 2064, 5, 2, false, true, true},
+};
+
+static void linear_all(u32 dtype)
+{
+	struct kvt_rng g = {kvt_rand64()};
+
+	gpu_ops();
+	for (u32 i = 0; i < KV_ARRAY_SIZE(shapes); i++)
+		for (u32 y_dtype = KVK_F32; y_dtype <= KVK_BF16; y_dtype++)
+			linear_case(&g, dtype, y_dtype, &shapes[i]);
+}
+
+KVT_TEST(cuda_linear_tiled_bf16_has_the_bits_of_few_tokens)
+{
+	linear_all(KVK_BF16);
+}
+
+KVT_TEST(cuda_linear_tiled_e4m3_has_the_bits_of_few_tokens)
+{
+	linear_all(KVK_E4M3);
+}
+
+KVT_TEST(cuda_linear_tiled_refuses_what_is_not_built)
+{
+	static u16 x[64] __attribute__((aligned(16)));
+	const struct kvk_linear_args good = {
+		.w = {.dtype = KVK_BF16, .rows = 4, .cols = 16, .data = x},
+		.x = x,
+		.y = x,
+		.nr_tokens = 2,
+		.x_dtype = KVK_BF16,
+		.y_dtype = KVK_F32,
+		.nr_batch = 1};
+	struct kvk_linear_args bad[6];
+
+	for (u32 i = 0; i < 6; i++)
+		bad[i] = good;
+	bad[0].w.dtype = KVK_INT4;
+	bad[1].x_dtype = KVK_F32;
+	bad[2].w.cols = 12;
+	bad[3].x = x + 1;
+	bad[4].x_stride = 20;
+	bad[5].w.dtype = KVK_E4M3; /* no scales */
+	KVT_EXPECT(kvk_linear_tiled_ok(&good));
+	for (u32 i = 0; i < 6; i++)
+		KVT_EXPECT_EQ(kvk_linear_tiled_cuda(&bad[i], NULL), -EINVAL);
+}
+#else
+#include "tests/kvt.h"
+
+KVT_TEST(cuda_linear)
+{
+	KVT_SKIP("no GPU: built without CUDA");
+}
+#endif
+
+KVT_MAIN()
