@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
+#include "kernels/arch.cuh"
 
 #define KVK_DEV static __device__ __forceinline__
 
@@ -23,43 +24,42 @@ KVK_DEV uint32_t smem_addr(const void *p)
 
 KVK_DEV void mbar_init(uint64_t *bar, uint32_t count)
 {
-	asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(bar)),
-		     "r"(count)
-		     : "memory");
+	SM90_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(bar)),
+		 "r"(count)
+		 : "memory");
 }
 
 /* Makes inits visible to the copy engine; then a CTA barrier. */
 KVK_DEV void mbar_init_fence(void)
 {
-	asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+	SM90_ASM("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 KVK_DEV void mbar_arrive(uint64_t *bar)
 {
-	asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(
-			     smem_addr(bar))
-		     : "memory");
+	SM90_ASM("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(
+			 smem_addr(bar))
+		 : "memory");
 }
 
 KVK_DEV void mbar_arrive_expect(uint64_t *bar, uint32_t bytes)
 {
-	asm volatile(
-		"mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::
-			"r"(smem_addr(bar)),
-		"r"(bytes)
-		: "memory");
+	SM90_ASM("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::
+			 "r"(smem_addr(bar)),
+		 "r"(bytes)
+		 : "memory");
 }
 
 KVK_DEV bool mbar_try(uint64_t *bar, uint32_t parity)
 {
-	uint32_t done;
+	uint32_t done = 1;
 
-	asm volatile("{\n.reg .pred p;\n"
-		     "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
-		     "selp.u32 %0, 1, 0, p;\n}"
-		     : "=r"(done)
-		     : "r"(smem_addr(bar)), "r"(parity)
-		     : "memory");
+	SM90_ASM("{\n.reg .pred p;\n"
+		 "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+		 "selp.u32 %0, 1, 0, p;\n}"
+		 : "=r"(done)
+		 : "r"(smem_addr(bar)), "r"(parity)
+		 : "memory");
 	return done;
 }
 
@@ -90,7 +90,7 @@ KVK_DEV bool bar_or(int id, int nr_threads, bool v)
 
 KVK_DEV void fence_proxy_async(void)
 {
-	asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+	SM90_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /* -------------------------------------------------------------------------- bulk copies
@@ -98,9 +98,9 @@ KVK_DEV void fence_proxy_async(void)
 
 KVK_DEV uint64_t policy_evict_first(void)
 {
-	uint64_t p;
+	uint64_t p = 0;
 
-	asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+	SM90_ASM("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
 	return p;
 }
 
@@ -108,10 +108,10 @@ KVK_DEV uint64_t policy_evict_first(void)
 KVK_DEV void bulk_load(void *dst, const void *src, uint32_t bytes, uint64_t *bar,
 		       uint64_t policy)
 {
-	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-		     ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(smem_addr(dst)),
-		     "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(policy)
-		     : "memory");
+	SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+		 ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(smem_addr(dst)),
+		 "l"(src), "r"(bytes), "r"(smem_addr(bar)), "l"(policy)
+		 : "memory");
 }
 
 /* ------------------------------------------------------------------- programmatic launch
@@ -119,23 +119,23 @@ KVK_DEV void bulk_load(void *dst, const void *src, uint32_t bytes, uint64_t *bar
 
 KVK_DEV void grid_wait(void)
 {
-	asm volatile("griddepcontrol.wait;" ::: "memory");
+	GRID_ASM("griddepcontrol.wait;" ::: "memory");
 }
 
 KVK_DEV void grid_launch_next(void)
 {
-	asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+	GRID_ASM("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 /* Registers per thread of a warpgroup, from here on. */
 template <int N> KVK_DEV void regs_inc(void)
 {
-	asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+	SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
 template <int N> KVK_DEV void regs_dec(void)
 {
-	asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+	SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 
 /* ------------------------------------------------------------------------- conversions
@@ -144,19 +144,21 @@ template <int N> KVK_DEV void regs_dec(void)
 /* Two e4m3 (low and high byte) to f16x2. */
 KVK_DEV uint32_t e4m3x2_f16x2(uint16_t v)
 {
-	uint32_t r;
-
-	asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(v));
-	return r;
+	return arch_e4m3_f16(v);
 }
 
 /* Four e4m3 to two f16x2, in order. */
 KVK_DEV void e4m3x4_f16(uint32_t v, uint32_t &lo, uint32_t &hi)
 {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 	asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\n"
 	    "cvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
 	    : "=r"(lo), "=r"(hi)
 	    : "r"(v));
+#else
+	lo = arch_e4m3_f16(v);
+	hi = arch_e4m3_f16(v >> 16);
+#endif
 }
 
 KVK_DEV uint32_t pack_f16(float lo, float hi)

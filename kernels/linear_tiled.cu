@@ -131,7 +131,7 @@ KVK_DEV void tile_round_x(u8 *stage)
 		kvk_quant_div(v[i], quant);
 #pragma unroll
 		for (u32 e = 0; e < 4; e++)
-			w[e] = tile_e4m3_f16(tile_f32_e4m3(v[i][2 * e], v[i][2 * e + 1]));
+			w[e] = arch_e4m3_f16(arch_f32_e4m3(v[i][2 * e], v[i][2 * e + 1]));
 		*at[i] = make_uint4(w[0], w[1], w[2], w[3]);
 	}
 	if (part == 0)
@@ -150,10 +150,10 @@ KVK_DEV void tile_w(const u8 *stage, u32 r, u32 j, u32 c, u32 (&v)[4])
 		uint2 q =
 			*(const uint2 *)(stage + narrow_at(r, j * 2 + c / 2) + c % 2 * 8);
 
-		v[0] = tile_e4m3_f16(q.x & 0xffff);
-		v[1] = tile_e4m3_f16(q.x >> 16);
-		v[2] = tile_e4m3_f16(q.y & 0xffff);
-		v[3] = tile_e4m3_f16(q.y >> 16);
+		v[0] = arch_e4m3_f16(q.x & 0xffff);
+		v[1] = arch_e4m3_f16(q.x >> 16);
+		v[2] = arch_e4m3_f16(q.y & 0xffff);
+		v[3] = arch_e4m3_f16(q.y >> 16);
 	}
 }
 

@@ -300,10 +300,10 @@ __global__ void __launch_bounds__(MOE_THREADS, 1)
 		sh.nr_tiles = __ldcg(a.nr_tiles);
 	__syncthreads();
 	if (warp < MOE_CONSUMERS) {
-		asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOE_REGS_USE));
+		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOE_REGS_USE));
 		consumer<NTMAX, WK, G>(a, sh, rx.base + S::CHUNKS * S::CHUNK, r, rx);
 	} else {
-		asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOE_REGS_FEED));
+		SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOE_REGS_FEED));
 		if (warp == MOE_CONSUMERS)
 			weight_warp<NTMAX, WK, G>(a, sh, r);
 		else if (warp == MOE_CONSUMERS + 3)

@@ -7,6 +7,7 @@
 #define KVK_MOE_PTX_CUH
 
 #include <stdint.h>
+#include "arch.cuh"
 
 __device__ __forceinline__ uint32_t ptx_smem(const void *p)
 {
@@ -15,39 +16,39 @@ __device__ __forceinline__ uint32_t ptx_smem(const void *p)
 
 __device__ __forceinline__ void ptx_mbar_init(uint32_t bar, uint32_t count)
 {
-	asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+	SM90_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
 }
 
 __device__ __forceinline__ void ptx_mbar_arrive(uint32_t bar)
 {
-	asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+	SM90_ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
 __device__ __forceinline__ void ptx_mbar_expect(uint32_t bar, uint32_t bytes)
 {
-	asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar),
-		     "r"(bytes)
-		     : "memory");
+	SM90_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar),
+		 "r"(bytes)
+		 : "memory");
 }
 
 __device__ __forceinline__ void ptx_mbar_wait(uint32_t bar, uint32_t parity)
 {
-	asm volatile("{\n\t.reg .pred p;\n"
-		     "again:\n\t"
-		     "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
-		     "@p bra done;\n\t"
-		     "bra again;\n"
-		     "done:\n\t}" ::"r"(bar),
-		     "r"(parity)
-		     : "memory");
+	SM90_ASM("{\n\t.reg .pred p;\n"
+		 "again:\n\t"
+		 "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
+		 "@p bra done;\n\t"
+		 "bra again;\n"
+		 "done:\n\t}" ::"r"(bar),
+		 "r"(parity)
+		 : "memory");
 }
 
 /* Weights pass once: they must not push x, h and the partial sums out of L2. */
 __device__ __forceinline__ uint64_t ptx_policy_stream(void)
 {
-	uint64_t p;
+	uint64_t p = 0;
 
-	asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+	SM90_ASM("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
 	return p;
 }
 
@@ -55,19 +56,19 @@ __device__ __forceinline__ void ptx_bulk_stream(uint32_t dst, const void *src,
 						uint32_t bytes, uint32_t bar,
 						uint64_t policy)
 {
-	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-		     ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
-		     "l"(src), "r"(bytes), "r"(bar), "l"(policy)
-		     : "memory");
+	SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+		 ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+		 "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+		 : "memory");
 }
 
 __device__ __forceinline__ void ptx_bulk(uint32_t dst, const void *src, uint32_t bytes,
 					 uint32_t bar)
 {
-	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-		     " [%0], [%1], %2, [%3];" ::"r"(dst),
-		     "l"(src), "r"(bytes), "r"(bar)
-		     : "memory");
+	SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+		 " [%0], [%1], %2, [%3];" ::"r"(dst),
+		 "l"(src), "r"(bytes), "r"(bar)
+		 : "memory");
 }
 
 /* 16 bytes through L2, completing on an mbarrier that counts lanes */
@@ -79,8 +80,7 @@ __device__ __forceinline__ void ptx_copy16(uint32_t dst, const void *src)
 
 __device__ __forceinline__ void ptx_copy_arrive(uint32_t bar)
 {
-	asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar)
-		     : "memory");
+	SM90_ASM("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 
 __device__ __forceinline__ uint4 ptx_lds128(uint32_t a)
@@ -204,7 +204,7 @@ __device__ __forceinline__ void ptx_red_release(uint32_t *p, uint32_t v)
 /* Ordinary stores before, the copy engine after. */
 __device__ __forceinline__ void ptx_fence_async(void)
 {
-	asm volatile("fence.proxy.async;" ::: "memory");
+	SM90_ASM("fence.proxy.async;" ::: "memory");
 }
 
 __device__ __forceinline__ void ptx_bar_sync(uint32_t id, uint32_t nr_threads)
@@ -220,12 +220,12 @@ __device__ __forceinline__ void ptx_bar_arrive(uint32_t id, uint32_t nr_threads)
 /* Programmatic dependent launch: wait for the kernel before; let the next one start. */
 __device__ __forceinline__ void ptx_grid_wait(void)
 {
-	asm volatile("griddepcontrol.wait;" ::: "memory");
+	GRID_ASM("griddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ void ptx_grid_launch(void)
 {
-	asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+	GRID_ASM("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 #endif /* KVK_MOE_PTX_CUH */

@@ -54,10 +54,7 @@ __device__ __forceinline__ void split_pair(float a, float b, uint32_t &hi, uint3
 
 __device__ __forceinline__ uint32_t e4m3_pair(uint32_t two)
 {
-	uint32_t d;
-
-	asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"((uint16_t)two));
-	return d;
+	return arch_e4m3_f16(two);
 }
 
 /* Columns k .. k + 7 of a row; zero beyond the end (INT4's zero is 8). */
@@ -141,10 +138,7 @@ __device__ __forceinline__ void load_x(const X *x, uint32_t k, uint32_t cols,
 
 __device__ __forceinline__ uint32_t e4m3_two(float lo, float hi)
 {
-	uint16_t d;
-
-	asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
-	return e4m3_pair(d);
+	return arch_e4m3_f16(arch_f32_e4m3(lo, hi));
 }
 
 /* struct rows_x - a token's activations; @scale: of codes (X is uint8_t), one per 128 */

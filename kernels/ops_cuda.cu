@@ -22,13 +22,31 @@ static int attn_check(const struct kvk_attn_args *a)
 	return 0;
 }
 
+/*
+ * The fast attention and the INT4 experts are written for Hopper alone (arch.cuh). Code
+ * for it shows by its shared memory: a device of that kind may also have been given other
+ * code.
+ */
+__global__ void probe_kernel(void)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+	__shared__ volatile int mark[32];
+
+	mark[threadIdx.x % 32] = 1;
+#endif
+}
+
+static bool hopper_code; /* set once, before the table is given out */
+
 static int attn_mla(const struct kvk_attn_args *a, kvk_stream stream)
 {
 	int r = attn_check(a);
 
 	if (!r && a->pages.layout.kind != KV_LAYOUT_MLA)
 		r = -EINVAL;
-	return r || !a->batch.nr_tokens ? r : kvk_attn_mla_cuda(a, stream);
+	if (r || !a->batch.nr_tokens)
+		return r;
+	return hopper_code ? kvk_attn_mla_cuda(a, stream) : kvk_attn_any_cuda(a, stream);
 }
 
 static int attn_gqa(const struct kvk_attn_args *a, kvk_stream stream)
@@ -37,14 +55,24 @@ static int attn_gqa(const struct kvk_attn_args *a, kvk_stream stream)
 
 	if (!r && a->pages.layout.kind != KV_LAYOUT_GQA)
 		r = -EINVAL;
-	return r || !a->batch.nr_tokens ? r : kvk_attn_gqa_cuda(a, stream);
+	if (r || !a->batch.nr_tokens)
+		return r;
+	return hopper_code ? kvk_attn_gqa_cuda(a, stream) : kvk_attn_any_cuda(a, stream);
 }
 
 static int attn_prefill(const struct kvk_attn_args *a, kvk_stream stream)
 {
 	int r = attn_check(a);
 
-	return r || !a->batch.nr_tokens ? r : kvk_attn_prefill_cuda(a, stream);
+	if (r || !a->batch.nr_tokens)
+		return r;
+	return hopper_code ? kvk_attn_prefill_cuda(a, stream)
+			   : kvk_attn_any_cuda(a, stream);
+}
+
+static int moe_int4(const struct kvk_moe_args *a, kvk_stream stream)
+{
+	return hopper_code ? kvk_moe_int4_cuda(a, stream) : -EINVAL;
 }
 
 static int linear(const struct kvk_linear_args *a, kvk_stream stream)
@@ -62,7 +90,7 @@ static const struct kvk_ops cuda_ops = {
 	.attn_gqa = attn_gqa,
 	.attn_prefill = attn_prefill,
 	.moe_route = kvk_moe_route_cuda,
-	.moe_int4 = kvk_moe_int4_cuda,
+	.moe_int4 = moe_int4,
 	.moe_fp8 = kvk_moe_fp8_cuda,
 	.moe_bf16 = kvk_moe_bf16_cuda,
 	.linear = linear,
@@ -75,11 +103,7 @@ static const struct kvk_ops cuda_ops = {
 	.moe_workspace = kvk_moe_workspace_cuda,
 };
 
-/* The current device runs this build's code: a kernel of ours can be loaded on it. */
-__global__ void probe_kernel(void)
-{
-}
-
+/* Can the current device run this build's code? */
 static bool device_usable(void)
 {
 	cudaFuncAttributes attr;
@@ -90,6 +114,7 @@ static bool device_usable(void)
 		(void)cudaGetLastError(); /* or the next launcher would report it */
 		return false;
 	}
+	hopper_code = attr.sharedSizeBytes > 0;
 	return true;
 }
 

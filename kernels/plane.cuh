@@ -7,6 +7,7 @@
 #ifndef KVK_PLANE_CUH
 #define KVK_PLANE_CUH
 
+#include "kernels/arch.cuh"
 #include "kernels/dev.cuh"
 #include "kernels/quant.cuh"
 
@@ -126,17 +127,9 @@ KVK_DEV float plane_scale(const struct kvk_pages &p, u8 *part, const struct dev_
 /* Two codes, the first in the low byte; kvk_e4m3_encode() of both. */
 KVK_DEV u32 plane_codes(float lo, float hi)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-	u16 d;
-
-	/* the instruction forgets the sign of a NaN */
 	if (kvk_is_nan(lo) || kvk_is_nan(hi))
 		return kvk_e4m3_encode(lo) | (u32)kvk_e4m3_encode(hi) << 8;
-	asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
-	return d;
-#else
-	return kvk_e4m3_encode(lo) | (u32)kvk_e4m3_encode(hi) << 8;
-#endif
+	return arch_f32_e4m3(lo, hi);
 }
 
 /* e4m3 codes of one group. */

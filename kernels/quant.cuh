@@ -10,6 +10,7 @@
 #ifndef KVK_QUANT_CUH
 #define KVK_QUANT_CUH
 
+#include <cuda_runtime.h>
 #include "fp8.h"
 
 /**

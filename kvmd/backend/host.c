@@ -35,15 +35,18 @@ static struct host *host_of(const struct kvd_backend *be)
 	return kv_container_of(be, struct host, be);
 }
 
-/* "MemAvailable:   123 kB" */
-static u64 meminfo_available(void)
+/*
+ * "MemTotal:   123 kB". Not MemAvailable: a pool's geometry follows from the capacity, and a
+ * restarted daemon has to come to the same one.
+ */
+static u64 meminfo_total(void)
 {
 	unsigned long long kb = 0;
 	char line[128];
 	FILE *f = fopen("/proc/meminfo", "re");
 
 	while (f && fgets(line, sizeof(line), f))
-		if (sscanf(line, "MemAvailable: %llu kB", &kb) == 1)
+		if (sscanf(line, "MemTotal: %llu kB", &kb) == 1)
 			break;
 	if (f)
 		fclose(f);
@@ -161,7 +164,7 @@ int kvd_host_create(u64 capacity_bytes, u64 extent_bytes,
 	if (!host)
 		return -ENOMEM;
 	if (!capacity_bytes)
-		capacity_bytes = KV_MIN(meminfo_available(), cgroup_limit()) / 2;
+		capacity_bytes = KV_MIN(meminfo_total(), cgroup_limit()) / 2;
 	host->be.ops = &host_ops;
 	host->extent_bytes = extent_bytes;
 	host->capacity_bytes = capacity_bytes & ~(EXTENT_ALIGN_BYTES - 1);

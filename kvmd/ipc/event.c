@@ -38,9 +38,10 @@ static int event_send(struct kvd_conn *conn, const struct kv_msg *msg, const int
 		shutdown(conn->fd, SHUT_RDWR);
 		return r;
 	}
+	/* while a POOL_OPEN is held nothing is read: unread input must not wake the loop */
 	if (conn->out.nr)
 		kvd_loop_modify(conn->kvd->loop, &conn->watch,
-				KVD_LOOP_IN | KVD_LOOP_OUT);
+				conn->held ? KVD_LOOP_OUT : KVD_LOOP_IN | KVD_LOOP_OUT);
 	return 0;
 }
 

@@ -81,7 +81,8 @@ static void answer_ready(void *arg, u32 events)
 	list_for_each_entry (conn, &kvd->conns, node)
 		if (conn->proof.exited && conn->session &&
 		    conn->proof.seen == KVD_SEEN_LISTED)
-			due(kvd, kvd->now_ns + EXIT_POLL_NS);
+			due(kvd, kvd->now_ns + (proof->last.result ? SEEN_POLL_NS
+								   : EXIT_POLL_NS));
 }
 
 /* Return: the question's number; 0 it cannot be asked. */

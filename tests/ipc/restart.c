@@ -490,6 +490,7 @@ KVT_TEST(damaged_records_cost_their_pages_and_are_counted)
 	struct kv_stat s;
 	size_t bytes;
 	struct kvc *c1;
+	char *status;
 	u8 *map;
 
 	start();
@@ -513,6 +514,9 @@ KVT_TEST(damaged_records_cost_their_pages_and_are_counted)
 	again();
 	s = stat_of(p1);
 	KVT_EXPECT(log_has("damage 5 (5 poisoned)"));
+	status = ipc_admin(&kvmd, "{\"op\":\"status\"}");
+	KVT_EXPECT(strstr(status, "ADOPT_DAMAGE") != NULL);
+	free(status);
 	KVT_EXPECT_EQ(s.nr_active, 24 - 8 - 3);
 	KVT_EXPECT_EQ(s.nr_sealed, 6);
 	for (u32 i = 0; i < 24; i++)

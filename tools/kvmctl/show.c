@@ -100,9 +100,10 @@ static int status_text(struct ctl *ctl, const cJSON *reply)
 	       ctl_str(reply, "backend"), ctl_str(reply, "check"));
 	health_text(reply);
 	gpu_line(ctl, cJSON_GetObjectItemCaseSensitive(reply, "gpu"));
-	printf("memory     %s of %s in extents\n",
+	printf("memory     %s of %s in extents (%s)\n",
 	       ctl_size(ctl, ctl_num(mem, "extent_bytes"), a, sizeof(a)),
-	       ctl_size(ctl, ctl_num(mem, "capacity_bytes"), b, sizeof(b)));
+	       ctl_size(ctl, ctl_num(mem, "capacity_bytes"), b, sizeof(b)),
+	       ctl_str(reply, "backend_why"));
 	pages_line(cJSON_GetObjectItemCaseSensitive(mem, "pages"));
 	printf("clients    %.0f sessions, %.0f tenants, %.0f pools\n",
 	       ctl_num(reply, "sessions"), ctl_num(reply, "tenants"),
