@@ -298,6 +298,7 @@ static void tick(struct kvd *kvd)
 	kvd->tick_ns = kvd->now_ns + KVD_TICK_NS;
 	kvd_conn_tick(kvd);
 	kvd_policy_sweep(kvd);
+	kvd_kept_tick(kvd);
 	audit_tick(kvd);
 	if (!kvd->core.mm.draining_bytes)
 		kvd->draining_ns = 0;

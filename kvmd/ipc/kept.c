@@ -155,6 +155,12 @@ static void watch_keeper(struct kvd *kvd)
 	kvd_loop_add(kvd->loop, &kept->watch);
 }
 
+void kvd_kept_tick(struct kvd *kvd)
+{
+	if (kvd->kept.image && kvd->kept.keep.fd < 0)
+		refill(kvd);
+}
+
 int kvd_kept_put(struct kvd *kvd, const struct kvd_keep_key *key, int fd)
 {
 	int r;

@@ -63,6 +63,9 @@ int kvd_kept_put(struct kvd *kvd, const struct kvd_keep_key *key, int fd);
 
 void kvd_kept_del(struct kvd *kvd, const struct kvd_keep_key *key);
 
+/** kvd_kept_tick() - once a second: a keeper that could not be replaced is tried again */
+void kvd_kept_tick(struct kvd *kvd);
+
 /** kvd_kept_stop() - @quit: for good */
 void kvd_kept_stop(struct kvd *kvd, bool quit);
 
