@@ -230,7 +230,7 @@ check-san: deps
 
 # What takes minutes: every crash point, every model.
 check-long: tests
-	$(Q)KV_BUILD=$(abspath $(O)) KVT_LONG=1 KVT_TIMEOUT_S=1800 $(O)/tests/ipc/restart killed_at_any_store
+	$(Q)KV_BUILD=$(abspath $(O)) KVT_LONG=1 KVT_TIMEOUT_S=1800 $(O)/tests/ipc/restart_crash killed_at_any_store
 	$(Q)tests/model/check.sh long
 
 check-model: deps

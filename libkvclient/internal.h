@@ -435,6 +435,8 @@ void kvc_ledger_not_freed(const struct kvc_req *req);
 int kvc_ledger_leases(struct kvc *c, struct kvc_pool *pool,
 		      const struct kv_msg_leases *m);
 
+int kvc_leases_wait_locked(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns);
+
 /* ------------------------------------------------------------------------------ alloc.c
  */
 

@@ -18,6 +18,7 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define NR_MASK	 0xffffull
 #define GEN_MASK ((1ull << 48) - 1)
@@ -246,4 +247,33 @@ int kvc_ledger_leases(struct kvc *c, struct kvc_pool *pool, const struct kv_msg_
 	if (m->flags & KV_LEASES_LAST)
 		compare(pool);
 	return 0;
+}
+
+/**
+ * kvc_leases_wait_locked() - on a session that was taken up, kvmd says what it knows: the
+ * pool is not used before
+ */
+int kvc_leases_wait_locked(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns)
+{
+	struct kvc_msg_in *in = pool->c->msg;
+	int r = 0;
+
+	free(pool->leases);
+	pool->leases = NULL;
+	for (u32 i = 0; i < pool->nr_extents; i++)
+		pool->extents[i].seen = false;
+	pool->leases_due = true;
+	pool->c->attaching = pool;
+	while (!r && pool->leases_due) {
+		r = kvc_sock_recv_until(link->sock, in, deadline_ns);
+		if (r)
+			break;
+		r = kvc_msg_handle_locked(pool->c, in);
+		kvc_msg_close_fds(in);
+	}
+	pool->c->attaching = NULL;
+	if (!r)
+		return 0;
+	kvc_link_dead_locked(link, r);
+	return kvc_fail(r == -EPROTO ? r : -ECONNRESET, "leases: %s", strerror(-r));
 }

@@ -130,7 +130,7 @@ void kvc_extents_run_locked(struct kvc_pool *pool)
 			kv_store_relaxed32(&pool->c->deferred, 1);
 }
 
-/* It goes like a removed one when steps have retired, without UNMAPPED. */
+/* Goes like a removed one, without UNMAPPED. */
 static void orphan(struct kvc_pool *pool, struct kvc_extent *e)
 {
 	e->ack = false;
@@ -174,9 +174,8 @@ int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in)
 		if (e->state == KVC_EXTENT_MAPPED && e->serial == m->extents[i].serial &&
 		    !KV_MUTANT(duplicate_is_new))
 			continue; /* a second descriptor of the same memory (cases O12) */
-		/* The pool was made anew: what is mapped is nobody's any more. */
 		if (e->state == KVC_EXTENT_MAPPED && pool->leases_due)
-			orphan(pool, e);
+			orphan(pool, e); /* the pool was made anew */
 		if (e->state == KVC_EXTENT_MAPPED ||
 		    (e->state != KVC_EXTENT_NONE && e->ack))
 			return kvc_fail(-EPROTO, "extent %u was reused before UNMAPPED",
@@ -468,32 +467,6 @@ static int send_open(struct kvc_pool *pool, struct kvc_link *link, u32 sequence,
 	return r;
 }
 
-/* On a session that was taken up, kvmd says what it knows: the pool is not used before. */
-static int leases_wait(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns)
-{
-	struct kvc_msg_in *in = pool->c->msg;
-	int r = 0;
-
-	free(pool->leases);
-	pool->leases = NULL;
-	for (u32 i = 0; i < pool->nr_extents; i++)
-		pool->extents[i].seen = false;
-	pool->leases_due = true;
-	pool->c->attaching = pool;
-	while (!r && pool->leases_due) {
-		r = kvc_sock_recv_until(link->sock, in, deadline_ns);
-		if (r)
-			break;
-		r = kvc_msg_handle_locked(pool->c, in);
-		kvc_msg_close_fds(in);
-	}
-	pool->c->attaching = NULL;
-	if (!r)
-		return 0;
-	kvc_link_dead_locked(link, r);
-	return kvc_fail(r == -EPROTO ? r : -ECONNRESET, "leases: %s", strerror(-r));
-}
-
 /**
  * kvc_pool_attach_locked() - POOL_OPEN on a link, at first open and after a reconnect
  *
@@ -514,8 +487,9 @@ int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 dea
 		if (in->msg.type == KV_MSG_POOL_REPLY && in->msg.sequence == sequence) {
 			r = take_reply(pool, link, in);
 			kvc_msg_close_fds(in);
-			return !r && link->resumed ? leases_wait(pool, link, deadline_ns)
-						   : r;
+			return !r && link->resumed
+				       ? kvc_leases_wait_locked(pool, link, deadline_ns)
+				       : r;
 		}
 		/* the reply to an open that timed out may well be for the same pool */
 		if (in->msg.type != KV_MSG_POOL_REPLY)
