@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cli.c - options of kv-engine, and opening what every command needs (see cli.h).
- * Main thread only; the signal handler sets a flag and wakes the engine's loop.
+ * cli.c - options of kv-engine, and texts from files (see cli.h). Main thread only.
  */
 #include "engine/cli.h"
 
@@ -10,13 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/run/amax.h"
 #include "engine/run/inject.h"
-
-#define SCALE_TOKENS_MAX 16384u
-
-volatile sig_atomic_t eng_stop_signal;
-static struct eng_engine *signal_engine;
 
 static const char usage[] =
 	"kv-engine: decode on KV pages of kvmd\n"
@@ -31,6 +24,8 @@ static const char usage[] =
 	"  --kv F              page format: bf16 (default) | fp8 | fp8_s | f32 (tests)\n"
 	"  --socket PATH       kvmd's socket. run, eval and bench start a private kvmd without it;\n"
 	"                      serve takes $KVMD_SOCKET or the default\n"
+	"  --device D          auto (default: a GPU if one can be used) | host | cuda\n"
+	"  --gpu GPU-UUID      the GPU, where there are several\n"
 	"  --batch N           most requests in a step (16)\n"
 	"  --chunk N           most prompt tokens in a step (256)\n"
 	"  --length N          most tokens of a sequence (the model's positions)\n"
@@ -39,7 +34,7 @@ static const char usage[] =
 	"  --no-seal           seal no page\n"
 	"  --json              one JSON document on stdout\n"
 	"  --check MODE        check mode of the private kvmd: batch (default) | off | strict\n"
-	"  --host-bytes N      memory of the private kvmd\n"
+	"  --host-bytes N      memory of the private kvmd, on the host\n"
 	"run:\n"
 	"  --prompt TEXT       may be repeated: all are decoded in one batch (needs --json)\n"
 	"  --max-tokens N      (64)\n"
@@ -79,6 +74,8 @@ enum {
 	OPT_BATCHES,
 	OPT_LISTEN,
 	OPT_UNIX,
+	OPT_DEVICE,
+	OPT_GPU,
 	OPT_HELP,
 };
 
@@ -109,6 +106,8 @@ static const struct option options[] = {
 	{"batches", required_argument, NULL, OPT_BATCHES},
 	{"listen", required_argument, NULL, OPT_LISTEN},
 	{"unix", required_argument, NULL, OPT_UNIX},
+	{"device", required_argument, NULL, OPT_DEVICE},
+	{"gpu", required_argument, NULL, OPT_GPU},
 	{"help", no_argument, NULL, OPT_HELP},
 	{NULL, 0, NULL, 0},
 };
@@ -190,6 +189,42 @@ static int take_number(struct eng_cli *c, int opt, const char *arg)
 	}
 }
 
+static int take_device(struct eng_cli *c, const char *arg)
+{
+	c->device_auto = !strcmp(arg, "auto");
+	c->device = strcmp(arg, "cuda") ? ENG_DEVICE_HOST : ENG_DEVICE_CUDA;
+	if (!c->device_auto && c->device == ENG_DEVICE_HOST && strcmp(arg, "host"))
+		return refuse("device", arg, "not auto, host or cuda");
+	return 0;
+}
+
+/* GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx, as nvidia-smi -L has it */
+static int take_gpu(struct eng_cli *c, const char *arg)
+{
+	const char *p = arg + 4;
+	u32 nr = 0;
+
+	if (strncmp(arg, "GPU-", 4))
+		return refuse("gpu", arg, "not GPU- and a UUID");
+	while (*p && nr < 16) {
+		char hex[3] = {p[0], p[1], 0}, *end;
+
+		if (*p == '-') {
+			p++;
+			continue;
+		}
+		c->gpu_uuid[nr++] = (u8)strtoul(hex, &end, 16);
+		if (end != hex + 2)
+			return refuse("gpu", arg, "not GPU- and a UUID");
+		p += 2;
+	}
+	if (*p || nr != 16)
+		return refuse("gpu", arg, "not GPU- and a UUID");
+	c->gpu = arg;
+	c->has_gpu = true;
+	return 0;
+}
+
 static int take_name(struct eng_cli *c, int opt, const char *arg)
 {
 	int v;
@@ -213,6 +248,10 @@ static int take_name(struct eng_cli *c, int opt, const char *arg)
 			return refuse("check", arg, "not batch, off or strict");
 		c->check = arg;
 		return 0;
+	case OPT_DEVICE:
+		return take_device(c, arg);
+	case OPT_GPU:
+		return take_gpu(c, arg);
 	case OPT_PROMPT:
 		if (c->nr_prompts == ENG_PROMPTS_MAX)
 			return refuse("prompt", arg, "too many prompts");
@@ -266,6 +305,8 @@ static int take_option(struct eng_cli *c, int opt, const char *arg)
 	case OPT_WEIGHTS:
 	case OPT_KV:
 	case OPT_CHECK:
+	case OPT_DEVICE:
+	case OPT_GPU:
 	case OPT_PROMPT:
 	case OPT_INJECT:
 		return take_name(c, opt, arg);
@@ -274,9 +315,22 @@ static int take_option(struct eng_cli *c, int opt, const char *arg)
 	}
 }
 
+static int check_device(const struct eng_cli *c)
+{
+	if (c->device_auto || c->device == ENG_DEVICE_HOST) {
+		if (!c->device_auto && c->has_gpu)
+			return refuse("gpu", c->gpu, "does not go with --device host");
+		return 0;
+	}
+	if (c->host_bytes)
+		return refuse("host-bytes", c->host_bytes,
+			      "does not go with --device cuda");
+	return c->kv == ENG_KV_F32 ? refuse("kv", "f32", "for --device host only") : 0;
+}
+
 int eng_cli_parse(int argc, char **argv, struct eng_cli *ret)
 {
-	struct eng_cli c = {.max_tokens = 64, .top_p = 1};
+	struct eng_cli c = {.max_tokens = 64, .top_p = 1, .device_auto = true};
 	int opt, rc;
 
 	if (argc < 2 || !strcmp(argv[1], "--help") || !strcmp(argv[1], "help")) {
@@ -304,6 +358,8 @@ int eng_cli_parse(int argc, char **argv, struct eng_cli *ret)
 		fprintf(stderr, "kv-engine %s: --model is missing\n", c.command);
 		return -EINVAL;
 	}
+	if (check_device(&c))
+		return -EINVAL;
 	*ret = c;
 	return 0;
 }
@@ -385,163 +441,4 @@ int eng_stream_ids(const struct eng_model *m, const char *text, size_t nr_bytes,
 	*ret_ids = ids;
 	*ret_nr = nr;
 	return 0;
-}
-
-static void on_signal(int sig)
-{
-	eng_stop_signal = sig;
-	if (signal_engine)
-		eng_engine_wake(signal_engine);
-}
-
-static int start_own_kvmd(const struct eng_cli *cli, struct eng_host *h)
-{
-	const char *args[8];
-	char error[512];
-	int n = 0, rc;
-
-	if (cli->check) {
-		args[n++] = "--check";
-		args[n++] = cli->check;
-	}
-	if (cli->host_bytes) {
-		args[n++] = "--host-bytes";
-		args[n++] = cli->host_bytes;
-	}
-	if (cli->kv == ENG_KV_F32)
-		args[n++] = "--test-layouts";
-	args[n] = NULL;
-	rc = eng_private_kvmd_start(args, &h->own, error, sizeof(error));
-	if (rc) {
-		fprintf(stderr, "kv-engine: private kvmd: %s\n", error);
-		return ENG_EXIT_NO_KVMD;
-	}
-	h->has_own = true;
-	return ENG_EXIT_OK;
-}
-
-/* fp8_s without scales in the model: compute them from a text first. */
-static int compute_scales(const struct eng_cli *cli, struct eng_host *h,
-			  const char *socket)
-{
-	const char *path = cli->scale_text ? cli->scale_text : cli->text;
-	u32 nr = eng_kv_nr_scales(h->m), *ids = NULL;
-	/* not more text than is evaluated */
-	size_t nr_max =
-		cli->tokens ? KV_MIN(cli->tokens, SCALE_TOKENS_MAX) : SCALE_TOKENS_MAX;
-	struct eng_err err = {{0}};
-	size_t bytes, nr_ids;
-	char *text;
-	int rc;
-
-	if (!path) {
-		fprintf(stderr,
-			"kv-engine: --kv fp8_s: the model has no KV scales; give "
-			"--scale-text FILE, or write them with kvquant --kv-scales\n");
-		return ENG_EXIT_FAIL;
-	}
-	if (eng_read_file(path, &text, &bytes))
-		return ENG_EXIT_FAIL;
-	h->scales = calloc(nr, sizeof(*h->scales));
-	rc = h->scales ? eng_stream_ids(h->m, text, bytes, nr_max, &ids, &nr_ids)
-		       : -ENOMEM;
-	if (!rc)
-		rc = eng_kv_amax(h->m, socket, ids, KV_MIN(nr_ids, nr_max), h->scales,
-				 &err);
-	if (!rc)
-		eng_kv_scales_from_amax(h->scales, nr);
-	else
-		fprintf(stderr, "kv-engine: KV scales from %s: %s\n", path,
-			err.text[0] ? err.text : strerror(-rc));
-	free(ids);
-	free(text);
-	h->scales_from = "text";
-	return rc ? ENG_EXIT_FAIL : ENG_EXIT_OK;
-}
-
-static int create_engine(const struct eng_cli *cli, struct eng_host *h,
-			 const char *socket)
-{
-	struct eng_options opt = {
-		.size_bytes = sizeof(opt),
-		.kv = cli->kv,
-		.socket_path = socket,
-		.batch_max = cli->batch,
-		.chunk_tokens = cli->chunk,
-		.length_max = cli->length,
-		.kv_scales = h->scales,
-		.no_prefix = cli->no_prefix,
-		.no_seal = cli->no_seal,
-		.inject = cli->inject != 0,
-	};
-	struct eng_err err = {{0}};
-	int rc = eng_engine_create(h->m, &opt, &h->e, &err);
-
-	if (!rc)
-		return ENG_EXIT_OK;
-	fprintf(stderr, "kv-engine: %s\n", err.text);
-	if (rc == -ENOENT || rc == -ECONNREFUSED)
-		return ENG_EXIT_NO_KVMD;
-	return ENG_EXIT_FAIL;
-}
-
-int eng_host_open(const struct eng_cli *cli, struct eng_host *ret)
-{
-	struct eng_model_options mo = {.weights = cli->weights};
-	struct eng_host h = {.own = {.pid = -1}, .scales_from = "none"};
-	struct sigaction sa = {.sa_handler = on_signal};
-	struct eng_err err = {{0}};
-	const char *socket = cli->socket;
-	int rc;
-
-	sigaction(SIGINT, &sa, NULL);
-	sigaction(SIGTERM, &sa, NULL);
-	if (eng_model_load(cli->model, &mo, &h.m, &err)) {
-		fprintf(stderr, "kv-engine: %s\n", err.text);
-		return ENG_EXIT_FAIL;
-	}
-	if (!socket && strcmp(cli->command, "serve")) {
-		rc = start_own_kvmd(cli, &h);
-		if (rc)
-			goto close;
-		socket = h.own.socket_path;
-	}
-	if (cli->kv == ENG_KV_FP8_S) {
-		h.scales_from = "model";
-		rc = h.m->kv_scales ? ENG_EXIT_OK : compute_scales(cli, &h, socket);
-		if (rc)
-			goto close;
-	}
-	rc = create_engine(cli, &h, socket);
-	if (rc)
-		goto close;
-	signal_engine = h.e;
-	*ret = h;
-	return ENG_EXIT_OK;
-close:
-	eng_host_close(&h);
-	return rc;
-}
-
-const char *eng_host_weights(const struct eng_host *h, char *buf, size_t bytes)
-{
-	const struct eng_config *c = &h->m->config;
-
-	if (h->m->weights != ENG_WEIGHTS_AS_IS || c->quant == ENG_QUANT_NONE)
-		snprintf(buf, bytes, "%s", eng_weights_name(h->m->weights));
-	else if (c->quant == ENG_QUANT_INT4)
-		snprintf(buf, bytes, "int4-g%u", c->quant_group);
-	else
-		snprintf(buf, bytes, "fp8");
-	return buf;
-}
-
-void eng_host_close(struct eng_host *h)
-{
-	signal_engine = NULL;
-	eng_engine_destroy(h->e);
-	if (h->has_own)
-		eng_private_kvmd_stop(&h->own);
-	eng_model_free(h->m);
-	free(h->scales);
 }

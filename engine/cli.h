@@ -51,6 +51,11 @@ struct eng_cli {
 	u32 tokens;
 	u32 batches[ENG_BATCHES_MAX];
 	u32 nr_batches;
+	u32 device; /* enum eng_device; valid unless device_auto */
+	bool device_auto;
+	bool has_gpu;
+	const char *gpu; /* as given */
+	u8 gpu_uuid[16];
 	float temperature;
 	float top_p;
 	u64 seed;
@@ -69,6 +74,7 @@ struct eng_host {
 	struct eng_engine *e;
 	struct eng_private_kvmd own;
 	bool has_own;
+	u32 device;		 /* enum eng_device the engine runs on */
 	float *scales;		 /* owner; computed static KV scales, or NULL */
 	const char *scales_from; /* "none", "model" or "text" */
 };

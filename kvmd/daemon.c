@@ -189,6 +189,30 @@ static void kvd_prepare(struct kvd *kvd, const struct kvd_options *opt)
 	kvd_admin_init(&kvd->admin);
 }
 
+static int doors_open(struct kvd *kvd, char *error)
+{
+	int r = signals_open(kvd);
+
+	if (!r)
+		r = kvd_memory_watch(kvd);
+	if (r)
+		return r;
+	kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+	return sockets_open(kvd, error);
+}
+
+/* The core, on what may have outlived an earlier kvmd. */
+static int core_take(struct kvd *kvd, const struct kvd_config *config, char *error)
+{
+	int r = kvd_kept_start(kvd, error);
+
+	if (!r)
+		r = core_start(kvd, config, error);
+	if (r)
+		kvd_kept_stop(kvd, !kvd->kept.found);
+	return r;
+}
+
 int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 {
 	struct kvd_config *config = calloc(1, sizeof(*config));
@@ -218,25 +242,15 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	r = kvd->msg_buf ? kvd_loop_create(kvd->opt.force_epoll, &kvd->loop) : -ENOMEM;
 	if (r)
 		goto free_requests;
-	r = kvd_kept_start(kvd, error);
+	r = core_take(kvd, config, error);
 	if (r)
-		goto stop_kept;
-	r = core_start(kvd, config, error);
-	if (r)
-		goto stop_kept;
+		goto destroy_loop;
 	r = kvd_kept_adopt(kvd, error);
-	if (r)
-		goto fini_core;
-	r = kvd_policy_apply(kvd, config, error, &deferred);
-	if (r)
-		goto fini_core;
-	r = signals_open(kvd);
 	if (!r)
-		r = kvd_memory_watch(kvd);
+		r = kvd_policy_apply(kvd, config, error, &deferred);
 	if (r)
 		goto fini_core;
-	kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
-	r = sockets_open(kvd, error);
+	r = doors_open(kvd, error);
 	if (r)
 		goto fini_core;
 	kvd_loop_on_wake(kvd->loop, read_clock, kvd);
@@ -250,8 +264,8 @@ fini_core:
 		goto free_config;
 	kvd_core_fini(&kvd->core);
 	kvd_memory_close(kvd);
-stop_kept:
-	kvd_kept_stop(kvd, !kvd->kept.found);
+	kvd_kept_stop(kvd, true);
+destroy_loop:
 	kvd_loop_destroy(kvd->loop);
 free_requests:
 	kvd_requests_fini(&kvd->requests);

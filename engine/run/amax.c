@@ -52,6 +52,7 @@ static int run_windows(struct eng_engine *e, const u32 *tokens, size_t nr_tokens
 int eng_kv_amax(struct eng_model *m, const char *socket_path, const u32 *tokens,
 		size_t nr_tokens, float *ret_amax, struct eng_err *err)
 {
+	static const char *const args[] = {"--backend", "host", NULL};
 	struct eng_private_kvmd own = {.pid = -1};
 	struct eng_options opt = {
 		.size_bytes = sizeof(opt),
@@ -68,7 +69,7 @@ int eng_kv_amax(struct eng_model *m, const char *socket_path, const u32 *tokens,
 		return eng_refuse(err, -EINVAL,
 				  "scales need a text of at least one token");
 	if (!socket_path) {
-		rc = eng_private_kvmd_start(NULL, &own, err->text, sizeof(err->text));
+		rc = eng_private_kvmd_start(args, &own, err->text, sizeof(err->text));
 		if (rc)
 			return rc;
 		opt.socket_path = own.socket_path;

@@ -17,64 +17,30 @@
 #include <math.h>
 #include <string.h>
 
-static int linear(struct eng_engine *e, const struct kvk_weight *w, const float *x,
-		  float *y, const float *bias)
+static int linear(struct eng_engine *e, const struct kvk_weight *w, const void *x,
+		  void *y, const float *bias)
 {
-	struct kvk_linear_args a = {
-		.w = *w,
-		.x = x,
-		.y = y,
-		.bias = bias,
-		.nr_tokens = e->step.nr_tokens,
-		.x_dtype = KVK_F32,
-		.y_dtype = KVK_F32,
-		.nr_batch = 1,
-	};
+	struct eng_linear l = {.w = w, .x = x, .y = y, .bias = bias};
 
-	return e->ops->linear(&a, NULL);
+	return eng_call_linear(e, &l);
 }
 
 /* One matrix per head: x [tokens][heads][cols] -> y [tokens][heads][rows]. */
-static int linear_heads(struct eng_engine *e, const struct kvk_weight *w, const float *x,
-			float *y)
+static int linear_heads(struct eng_engine *e, const struct kvk_weight *w, const void *x,
+			void *y)
 {
-	struct kvk_linear_args a = {
-		.w = *w,
-		.x = x,
-		.y = y,
-		.nr_tokens = e->step.nr_tokens,
-		.x_dtype = KVK_F32,
-		.y_dtype = KVK_F32,
-		.nr_batch = e->m->config.nr_q_heads,
-	};
+	struct eng_linear l = {
+		.w = w, .x = x, .y = y, .nr_batch = e->m->config.nr_q_heads};
 
-	return e->ops->linear(&a, NULL);
+	return eng_call_linear(e, &l);
 }
 
-static int norm(struct eng_engine *e, const float *x, u32 x_stride, const float *weight,
-		float eps, float *y, u32 nr_rows, u32 cols)
-{
-	struct kvk_norm_args a = {
-		.x = x,
-		.weight = weight,
-		.y = y,
-		.eps = eps,
-		.nr_rows = nr_rows,
-		.cols = cols,
-		.x_stride = x_stride,
-		.y_stride = cols,
-		.act_dtype = KVK_F32,
-	};
-
-	return e->ops->norm(&a, NULL);
-}
-
-static int rope(struct eng_engine *e, float *x, u32 nr_heads, u32 head_stride, u32 offset)
+static int rope(struct eng_engine *e, void *x, u32 nr_heads, u32 head_stride, u32 offset)
 {
 	const struct eng_rope *r = &e->m->config.rope;
 	struct kvk_rope_args a = {
 		.x = x,
-		.positions = e->step.positions,
+		.positions = eng_dev(e, e->step.positions),
 		.cos_sin = e->act.cos_sin,
 		.nr_tokens = e->step.nr_tokens,
 		.nr_heads = nr_heads,
@@ -82,20 +48,11 @@ static int rope(struct eng_engine *e, float *x, u32 nr_heads, u32 head_stride, u
 		.token_stride = nr_heads * head_stride,
 		.offset = offset,
 		.rope_dim = r->dim,
-		.act_dtype = KVK_F32,
+		.act_dtype = e->mem->act_dtype,
 		.interleaved = r->interleaved,
 	};
 
-	return e->ops->rope(&a, NULL);
-}
-
-/* Columns [from, from + nr) of each of nr_rows rows. */
-static void copy_cols(float *dst, u32 dst_stride, const float *src, u32 src_stride,
-		      u32 nr_rows, u32 nr)
-{
-	for (u32 i = 0; i < nr_rows; i++)
-		memcpy(dst + (size_t)i * dst_stride, src + (size_t)i * src_stride,
-		       nr * sizeof(float));
+	return e->ops->rope(&a, e->mem->stream);
 }
 
 static void amax_note(float *amax, const float *x, u32 nr_rows, u32 stride, u32 cols)
@@ -106,8 +63,8 @@ static void amax_note(float *amax, const float *x, u32 nr_rows, u32 stride, u32 
 	}
 }
 
-/* Calibration (amax.c): the largest values before they are rounded to the page's format.
- */
+/* Calibration (amax.c), on the host only: the largest values before they are rounded to
+ * the page's format. */
 static void note_amax(struct eng_engine *e, u32 layer)
 {
 	const struct eng_config *c = &e->m->config;
@@ -121,9 +78,10 @@ static void note_amax(struct eng_engine *e, u32 layer)
 	}
 	for (u32 h = 0; h < c->nr_kv_heads; h++) {
 		float *amax = e->amax + ((size_t)layer * c->nr_kv_heads + h) * 2;
+		const float *k = e->act.k, *v = e->act.v;
 
-		amax_note(amax, e->act.k + h * c->head_dim, n, width, c->head_dim);
-		amax_note(amax + 1, e->act.v + h * c->head_dim, n, width, c->head_dim);
+		amax_note(amax, k + h * c->head_dim, n, width, c->head_dim);
+		amax_note(amax + 1, v + h * c->head_dim, n, width, c->head_dim);
 	}
 }
 
@@ -132,36 +90,37 @@ static int append(struct eng_engine *e, u32 layer)
 	struct eng_act *a = &e->act;
 	struct kvk_append_args args = {
 		.pages = e->pages,
-		.batch = eng_batch_view(&e->step, ENG_GROUP_SEQ),
+		.batch = eng_batch_view(e, ENG_GROUP_SEQ),
 		.layer = layer,
-		.src_dtype = KVK_F32,
+		.src_dtype = e->mem->act_dtype,
 		.latent = a->latent,
 		.rope = a->k_rope,
 		.k = a->k,
 		.v = a->v,
-		.nan_count = &e->step.nan_count,
+		.nan_count = eng_dev(e, e->step.nan_count),
 	};
+	int rc = eng_check_join(e);
 
 	if (e->amax)
 		note_amax(e, layer);
-	return e->ops->append(&args, NULL);
+	return rc ? rc : e->ops->append(&args, e->mem->stream);
 }
 
 /*
  * Decoding sequences (one token) and prompts go to their own families; they are
  * neighbours in the step's arrays, one token sequences first.
  */
-static int attention(struct eng_engine *e, u32 layer, const float *q)
+static int attention(struct eng_engine *e, u32 layer, const void *q)
 {
 	const struct eng_config *c = &e->m->config;
 	struct eng_step *s = &e->step;
 	struct kvk_attn_args a = {
 		.pages = e->pages,
-		.batch = eng_batch_view(s, ENG_GROUP_SEQ),
+		.batch = eng_batch_view(e, ENG_GROUP_SEQ),
 		.layer = layer,
 		.nr_q_heads = c->nr_q_heads,
 		.sm_scale = c->sm_scale,
-		.act_dtype = KVK_F32,
+		.act_dtype = e->mem->act_dtype,
 		.flags = layer ? KVK_ATTN_PLAN : 0,
 		.q = q,
 		.out = e->act.attn,
@@ -170,51 +129,108 @@ static int attention(struct eng_engine *e, u32 layer, const float *q)
 	};
 
 	if (s->q_len_max > 1)
-		return e->ops->attn_prefill(&a, NULL);
-	return c->arch == ENG_ARCH_MLA ? e->ops->attn_mla(&a, NULL)
-				       : e->ops->attn_gqa(&a, NULL);
+		return e->ops->attn_prefill(&a, e->mem->stream);
+	return c->arch == ENG_ARCH_MLA ? e->ops->attn_mla(&a, e->mem->stream)
+				       : e->ops->attn_gqa(&a, e->mem->stream);
+}
+
+/* latent = norm of the first part of kv, k_rope = the rest, rotated */
+static int mla_key(struct eng_engine *e, const struct eng_layer *l)
+{
+	const struct eng_config *c = &e->m->config;
+	struct eng_act *a = &e->act;
+	u32 n = e->step.nr_tokens, kd = c->latent_dim + c->rope_dim;
+	struct eng_norm norm = {
+		.x = a->kv,
+		.weight = l->kv_a_norm,
+		.y = a->latent,
+		.eps = c->latent_norm_eps,
+		.nr_rows = n,
+		.cols = c->latent_dim,
+		.x_stride = kd,
+	};
+	struct eng_cols k_rope = {
+		.dst = a->k_rope,
+		.dst_stride = c->rope_dim,
+		.src = a->kv,
+		.src_at = c->latent_dim,
+		.src_stride = kd,
+		.nr_rows = n,
+		.cols = c->rope_dim,
+	};
+	int rc = linear(e, &l->kv_a, a->h, a->kv, NULL);
+
+	if (!rc)
+		rc = eng_call_norm(e, &norm);
+	if (!rc)
+		rc = eng_call_copy(e, &k_rope);
+	return rc ? rc : rope(e, a->k_rope, 1, c->rope_dim, 0);
+}
+
+/* q_abs = (W_UK^T q_nope, q_rope) */
+static int mla_query(struct eng_engine *e, const struct eng_layer *l)
+{
+	const struct eng_config *c = &e->m->config;
+	struct eng_act *a = &e->act;
+	u32 rows = e->step.nr_tokens * c->nr_q_heads;
+	u32 qd = c->nope_dim + c->rope_dim, kd = c->latent_dim + c->rope_dim;
+	struct eng_cols nope = {.dst = a->q_nope,
+				.dst_stride = c->nope_dim,
+				.src = a->q,
+				.src_stride = qd,
+				.nr_rows = rows,
+				.cols = c->nope_dim};
+	struct eng_cols lat = {.dst = a->q_abs,
+			       .dst_stride = kd,
+			       .src = a->q_lat,
+			       .src_stride = c->latent_dim,
+			       .nr_rows = rows,
+			       .cols = c->latent_dim};
+	struct eng_cols q_rope = {.dst = a->q_abs,
+				  .dst_at = c->latent_dim,
+				  .dst_stride = kd,
+				  .src = a->q,
+				  .src_at = c->nope_dim,
+				  .src_stride = qd,
+				  .nr_rows = rows,
+				  .cols = c->rope_dim};
+	int rc = eng_call_copy(e, &nope);
+
+	if (!rc)
+		rc = linear_heads(e, &l->w_uk_t, a->q_nope, a->q_lat);
+	if (!rc)
+		rc = eng_call_copy(e, &lat);
+	return rc ? rc : eng_call_copy(e, &q_rope);
 }
 
 static int mla_project(struct eng_engine *e, const struct eng_layer *l)
 {
 	const struct eng_config *c = &e->m->config;
 	struct eng_act *a = &e->act;
-	u32 n = e->step.nr_tokens, h = c->nr_q_heads;
-	u32 qd = c->nope_dim + c->rope_dim, kd = c->latent_dim + c->rope_dim;
-	int rc;
+	struct eng_norm q_norm = {
+		.x = a->q_a,
+		.weight = l->q_a_norm,
+		.y = a->q_a,
+		.eps = c->latent_norm_eps,
+		.nr_rows = e->step.nr_tokens,
+		.cols = c->q_rank,
+	};
+	int rc = linear(e, &l->q_a, a->h, a->q_a, NULL);
 
-	rc = linear(e, &l->q_a, a->h, a->q_a, NULL);
 	if (!rc)
-		rc = norm(e, a->q_a, c->q_rank, l->q_a_norm, c->latent_norm_eps, a->q_a,
-			  n, c->q_rank);
+		rc = eng_call_norm(e, &q_norm);
 	if (!rc)
 		rc = linear(e, &l->q_b, a->q_a, a->q, NULL);
 	if (!rc)
-		rc = rope(e, a->q, h, qd, c->nope_dim);
+		rc = rope(e, a->q, c->nr_q_heads, c->nope_dim + c->rope_dim, c->nope_dim);
 	if (!rc)
-		rc = linear(e, &l->kv_a, a->h, a->kv, NULL);
-	if (!rc)
-		rc = norm(e, a->kv, kd, l->kv_a_norm, c->latent_norm_eps, a->latent, n,
-			  c->latent_dim);
-	if (rc)
-		return rc;
-	copy_cols(a->k_rope, c->rope_dim, a->kv + c->latent_dim, kd, n, c->rope_dim);
-	rc = rope(e, a->k_rope, 1, c->rope_dim, 0);
-	if (rc)
-		return rc;
-	copy_cols(a->q_nope, c->nope_dim, a->q, qd, n * h, c->nope_dim);
-	rc = linear_heads(e, &l->w_uk_t, a->q_nope, a->q_lat);
-	if (rc)
-		return rc;
-	copy_cols(a->q_abs, kd, a->q_lat, c->latent_dim, n * h, c->latent_dim);
-	copy_cols(a->q_abs + c->latent_dim, kd, a->q + c->nope_dim, qd, n * h,
-		  c->rope_dim);
-	return 0;
+		rc = mla_key(e, l);
+	return rc ? rc : mla_query(e, l);
 }
 
 static int mla_block(struct eng_engine *e, u32 layer)
 {
-	const struct eng_layer *l = &e->m->layers[layer];
+	const struct eng_layer *l = &e->w.layers[layer];
 	struct eng_act *a = &e->act;
 	int rc;
 
@@ -230,10 +246,24 @@ static int mla_block(struct eng_engine *e, u32 layer)
 	return rc;
 }
 
+/* Norm of each head, where the model has one. */
+static int norm_heads(struct eng_engine *e, const float *weight, void *x, u32 nr_rows)
+{
+	const struct eng_config *c = &e->m->config;
+	struct eng_norm n = {.x = x,
+			     .weight = weight,
+			     .y = x,
+			     .eps = c->norm_eps,
+			     .nr_rows = nr_rows,
+			     .cols = c->head_dim};
+
+	return weight ? eng_call_norm(e, &n) : 0;
+}
+
 static int gqa_block(struct eng_engine *e, u32 layer)
 {
 	const struct eng_config *c = &e->m->config;
-	const struct eng_layer *l = &e->m->layers[layer];
+	const struct eng_layer *l = &e->w.layers[layer];
 	struct eng_act *a = &e->act;
 	u32 n = e->step.nr_tokens, d = c->head_dim;
 	int rc;
@@ -243,11 +273,10 @@ static int gqa_block(struct eng_engine *e, u32 layer)
 		rc = linear(e, &l->k, a->h, a->k, l->k_bias);
 	if (!rc)
 		rc = linear(e, &l->v, a->h, a->v, l->v_bias);
-	if (!rc && l->q_norm)
-		rc = norm(e, a->q, d, l->q_norm, c->norm_eps, a->q, n * c->nr_q_heads, d);
-	if (!rc && l->k_norm)
-		rc = norm(e, a->k, d, l->k_norm, c->norm_eps, a->k, n * c->nr_kv_heads,
-			  d);
+	if (!rc)
+		rc = norm_heads(e, l->q_norm, a->q, n * c->nr_q_heads);
+	if (!rc)
+		rc = norm_heads(e, l->k_norm, a->k, n * c->nr_kv_heads);
 	if (!rc)
 		rc = rope(e, a->q, c->nr_q_heads, d, 0);
 	if (!rc)

@@ -48,6 +48,10 @@ static void push_seq(struct eng_step *s, struct eng_request *r, u32 index)
 	for (u32 t = 0; t < r->q_len; t++) {
 		s->ids[s->nr_tokens + t] = r->tokens[r->nr_in_pages + t];
 		s->positions[s->nr_tokens + t] = r->nr_in_pages + t;
+		s->targets[s->nr_tokens + t] =
+			r->targets && r->nr_in_pages + t < r->nr_prompt
+				? r->targets[r->nr_in_pages + t]
+				: ENG_NO_TARGET;
 	}
 	s->nr_tokens += r->q_len;
 	s->q_start[index + 1] = s->nr_tokens;
@@ -55,6 +59,25 @@ static void push_seq(struct eng_step *s, struct eng_request *r, u32 index)
 	if (length == r->nr_tokens && r->nr_tokens < r->nr_prompt + r->max_tokens) {
 		s->sample_seq[s->nr_samples] = index;
 		s->sample_row[s->nr_samples++] = s->nr_tokens - 1;
+	}
+}
+
+/*
+ * A graph is captured for a number of requests. Those that fill it up have one token and
+ * no rows: no verdict can be good for them, so they touch no page, and what is computed
+ * for them is NaN.
+ */
+static void push_fillers(struct eng_step *s, u32 nr_requests)
+{
+	while (s->nr < nr_requests) {
+		u32 i = push_request(s, 0, 1, ENG_NO_OWNER);
+
+		if (i >= s->bucket)
+			continue; /* behind the pseudo requests: only checked */
+		s->ids[i] = s->positions[i] = 0;
+		s->targets[i] = ENG_NO_TARGET;
+		s->nr_tokens++;
+		s->q_start[i + 1] = s->nr_tokens;
 	}
 }
 
@@ -146,6 +169,12 @@ static void group_end(struct eng_step *s, enum eng_group group)
 
 static void sample_params(struct eng_step *s)
 {
+	for (u32 i = s->nr_samples; i < s->bucket; i++) {
+		s->sample_row[i] = 0;
+		s->temperature[i] = 0;
+		s->top_p[i] = 1;
+		s->seeds[i] = 0;
+	}
 	for (u32 i = 0; i < s->nr_samples; i++) {
 		const struct eng_request *r = s->seqs[s->sample_seq[i]];
 
@@ -160,6 +189,22 @@ static void sample_params(struct eng_step *s)
 	}
 }
 
+/* Requests to fill a step of decodes up to; 0: the step is not of that kind. */
+static u32 bucket_of(struct eng_engine *e, struct eng_request **seqs, u32 nr)
+{
+	u32 bucket = 1;
+
+	if (!e->mem->has_graphs || e->opt.inject)
+		return 0;
+	for (u32 i = 0; i < nr; i++) {
+		if (seqs[i]->q_len != 1 || seqs[i]->targets)
+			return 0;
+	}
+	while (bucket < nr)
+		bucket *= 2;
+	return KV_MIN(bucket, e->opt.batch_max);
+}
+
 /**
  * eng_batch_build() - fill the step from step.seqs
  * @nr: sequences, each with q_len > 0
@@ -170,11 +215,18 @@ void eng_batch_build(struct eng_engine *e, struct eng_request **seqs, u32 nr)
 
 	s->nr = s->nr_rows = s->nr_tokens = s->nr_samples = s->q_len_max = 0;
 	s->nr_seqs = nr;
+	s->bucket = bucket_of(e, seqs, nr);
+	*s->number_arg = s->number;
+	*s->nan_count = 0;
 	s->row_start[0] = 0;
 	s->q_start[0] = 0;
 	group_begin(s, ENG_GROUP_SEQ);
 	for (u32 i = 0; i < nr; i++)
 		push_seq(s, seqs[i], i);
+	if (s->bucket) {
+		push_fillers(s, s->bucket);
+		s->q_len_max = 1;
+	}
 	group_end(s, ENG_GROUP_SEQ);
 	group_begin(s, ENG_GROUP_ZERO);
 	for (u32 i = 0; i < nr; i++)
@@ -192,23 +244,26 @@ void eng_batch_build(struct eng_engine *e, struct eng_request **seqs, u32 nr)
 	for (u32 i = 0; i < nr; i++)
 		push_crc(e, s, seqs[i], i);
 	group_end(s, ENG_GROUP_CRC);
+	if (s->bucket)
+		push_fillers(s, 2 * s->bucket);
 	kv_assert(s->nr_tokens <= e->tokens_max);
 	sample_params(s);
 }
 
-/** eng_batch_view() - a group as struct kvk_batch */
-struct kvk_batch eng_batch_view(struct eng_step *s, enum eng_group group)
+/** eng_batch_view() - a group as struct kvk_batch, for the kernels only */
+struct kvk_batch eng_batch_view(struct eng_engine *e, enum eng_group group)
 {
+	struct eng_step *s = &e->step;
 	const struct eng_view *v = &s->view[group];
 	bool seq = group == ENG_GROUP_SEQ;
 
 	return (struct kvk_batch){
-		.rows = s->rows + s->row_start[v->first],
-		.row_start = v->row_start,
-		.lengths = s->lengths + v->first,
-		.q_start = seq ? s->q_start : s->zero_q,
-		.verdicts = s->verdicts + v->first,
-		.step = &s->number,
+		.rows = eng_dev(e, s->rows + s->row_start[v->first]),
+		.row_start = eng_dev(e, v->row_start),
+		.lengths = eng_dev(e, s->lengths + v->first),
+		.q_start = eng_dev(e, seq ? s->q_start : s->zero_q),
+		.verdicts = eng_dev(e, s->verdicts + v->first),
+		.step = eng_dev(e, s->number_arg),
 		.nr_requests = v->nr,
 		.nr_tokens = seq ? s->nr_tokens : 0,
 		.q_len_max = seq ? s->q_len_max : 0,

@@ -114,17 +114,43 @@ static int model_layout(struct eng_engine *e, struct kv_layout *ret,
 	return 0;
 }
 
+/* What the kernels need of the pool beside its pages. */
+static int place_pool(struct eng_engine *e, struct eng_err *err)
+{
+	bool on_gpu = e->pool_info.backend != KV_BACKEND_HOST;
+	u32 nr_scales = e->pool_info.layout.nr_scales;
+	void *scales = NULL;
+	int rc = 0;
+
+	if (on_gpu != (e->opt.device == ENG_DEVICE_CUDA))
+		return eng_refuse(err, -ENODEV,
+				  "kvmd's pages are on %s, the engine runs on %s",
+				  on_gpu ? "a GPU" : "the host", e->mem->ops->name);
+	if (nr_scales)
+		rc = e->mem->ops->alloc(e->mem, nr_scales * sizeof(float), &scales);
+	if (!rc && nr_scales)
+		rc = e->mem->ops->load(e->mem, scales, e->pool_info.scales,
+				       nr_scales * sizeof(float));
+	e->pages.scales = scales;
+	if (!rc)
+		rc = eng_mirror_alloc(e);
+	if (rc)
+		return eng_refuse(err, rc, "mirror of %u pages: %s",
+				  e->pool_info.geometry.nr_pages, strerror(-rc));
+	return 0;
+}
+
 static int open_pool(struct eng_engine *e, struct eng_err *err)
 {
 	struct kv_layout layout;
 	const float *scales = NULL;
-	u64 nr_pages;
+	const u8 *uuid = e->opt.device == ENG_DEVICE_CUDA ? e->mem->gpu_uuid : NULL;
 	int rc;
 
 	rc = model_layout(e, &layout, &scales, err);
 	if (rc)
 		return rc;
-	rc = kvc_pool_open(e->kvc, &layout, scales, NULL, &e->pool);
+	rc = kvc_pool_open(e->kvc, &layout, scales, uuid, &e->pool);
 	if (rc)
 		return eng_refuse(err, rc < 0 ? rc : -EPROTO, "pool: %s",
 				  kvc_strerror(e->kvc));
@@ -133,16 +159,35 @@ static int open_pool(struct eng_engine *e, struct eng_err *err)
 		.base = e->pool_info.base,
 		.geometry = e->pool_info.geometry,
 		.layout = e->pool_info.layout,
-		.scales = e->pool_info.layout.nr_scales ? e->pool_info.scales : NULL,
 	};
-	nr_pages = e->pool_info.geometry.nr_pages;
-	e->mirror = calloc(1, sizeof(*e->mirror) + nr_pages * sizeof(u64));
-	if (!e->mirror)
-		return eng_refuse(err, -ENOMEM, "mirror of %llu pages: out of memory",
-				  (unsigned long long)nr_pages);
-	e->mirror->nr_pages = (u32)nr_pages;
 	e->step.block_bytes = kvc_step_block_bytes(e->pool);
-	return 0;
+	return place_pool(e, err);
+}
+
+/* Before the session: weights take long, and kvmd wants to be heard (kvc_dispatch). */
+static int open_device(struct eng_engine *e, struct eng_err *err)
+{
+	int rc = eng_mem_open(e->opt.device, e->opt.gpu_uuid, &e->mem, err);
+
+	if (rc)
+		return rc;
+	e->ops = e->mem->kernels;
+	rc = eng_weights_place(e);
+	return rc ? eng_refuse(err, rc, "weights to %s: %s", e->mem->ops->name,
+			       strerror(-rc))
+		  : 0;
+}
+
+/* All buffers, and nothing on its way to them any more. */
+static int open_buffers(struct eng_engine *e, struct eng_err *err)
+{
+	int rc = eng_buffers_alloc(e);
+
+	if (!rc)
+		rc = e->mem->ops->sync(e->mem);
+	return rc ? eng_refuse(err, rc, "buffers for %u tokens a step: %s", e->tokens_max,
+			       strerror(-rc))
+		  : 0;
 }
 
 int eng_engine_create(struct eng_model *m, const struct eng_options *opt,
@@ -154,7 +199,6 @@ int eng_engine_create(struct eng_model *m, const struct eng_options *opt,
 	if (!e)
 		return eng_refuse(err, -ENOMEM, "out of memory");
 	e->m = m;
-	e->ops = kvk_host_ops();
 	e->wake_fd = -1;
 	list_init(&e->waiting);
 	list_init(&e->running);
@@ -162,6 +206,9 @@ int eng_engine_create(struct eng_model *m, const struct eng_options *opt,
 	if (getrandom(&e->rng, sizeof(e->rng), 0) != sizeof(e->rng))
 		e->rng = kv_now_ns();
 	rc = take_options(e, opt, err);
+	if (rc)
+		goto destroy;
+	rc = open_device(e, err);
 	if (rc)
 		goto destroy;
 	rc = open_session(e, err);
@@ -175,12 +222,9 @@ int eng_engine_create(struct eng_model *m, const struct eng_options *opt,
 		rc = eng_refuse(err, -errno, "eventfd: %s", strerror(errno));
 		goto destroy;
 	}
-	rc = eng_buffers_alloc(e);
-	if (rc) {
-		eng_refuse(err, rc, "buffers for %u tokens a step: out of memory",
-			   e->tokens_max);
+	rc = open_buffers(e, err);
+	if (rc)
 		goto destroy;
-	}
 	*ret = e;
 	return 0;
 destroy:
@@ -201,14 +245,20 @@ void eng_engine_destroy(struct eng_engine *e)
 	free_list(&e->running);
 	free_list(&e->waiting);
 	free_list(&e->done);
+	if (e->lost)
+		return;
 	if (e->kvc) {
 		kvc_flush(e->kvc);
 		kvc_close(e->kvc);
 	}
 	if (e->wake_fd >= 0)
 		close(e->wake_fd);
+	if (e->mem) {
+		eng_graphs_drop(e);
+		e->mem->ops->close(e->mem);
+	}
 	eng_buffers_free(e);
-	free(e->mirror);
+	free(e->own_layers);
 	free(e);
 }
 
@@ -240,10 +290,12 @@ bool eng_session_look(struct eng_engine *e)
 	    now.table_epoch == e->session.table_epoch)
 		return true;
 	same = now.session == e->session.session;
+	if (now.check_mode != e->session.check_mode)
+		eng_graphs_drop(e);
 	e->session = now;
-	memset(e->mirror + 1, 0, e->mirror->nr_pages * sizeof(u64));
-	e->mirror->position = 0;
-	if (same)
+	if (eng_mirror_reset(e))
+		e->lost = true;
+	else if (same)
 		return true;
 	eng_session_lost(e);
 	return false;
@@ -283,6 +335,8 @@ int eng_engine_turn(struct eng_engine *e)
 {
 	int rc;
 
+	if (e->lost)
+		return -EIO;
 	kvc_dispatch(e->kvc, eng_dispatch_event, e);
 	e->step.nr_seqs = eng_sched_build(e);
 	if (e->step.nr_seqs == 0) {

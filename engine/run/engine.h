@@ -30,6 +30,7 @@
 #include "kvclient.h"
 #include "base/util.h"
 #include "engine/model/model.h"
+#include "engine/run/mem.h"
 
 struct eng_engine;
 struct eng_request;
@@ -76,6 +77,10 @@ enum eng_finish {
  * @no_prefix: look nothing up
  * @no_seal: seal nothing
  * @inject: allow eng_inject_*() (tests only)
+ * @device: enum eng_device (mem.h): who computes; kvmd's backend must be of that kind
+ * @gpu_uuid: 16 bytes, or NULL: the first GPU this process sees
+ * @progress: called now and then while weights go to a GPU, in bytes; may be NULL
+ * @progress_arg: theirs
  */
 struct eng_options {
 	u32 size_bytes;
@@ -92,6 +97,10 @@ struct eng_options {
 	bool no_prefix;
 	bool no_seal;
 	bool inject;
+	u32 device;
+	const u8 *gpu_uuid;
+	void (*progress)(void *arg, u64 done, u64 total);
+	void *progress_arg;
 };
 
 /**
@@ -191,12 +200,18 @@ struct eng_stats {
  * @err: one line when it failed
  *
  * Return: 0; -EINVAL an option or the layout; -ENODATA FP8_S without scales; -ENOMEM; the
- *	errors of kvc_open() and kvc_pool_open().
+ *	errors of kvc_open() and kvc_pool_open(); -ENODEV no such GPU, or kvmd's memory is
+ *	not the device's. With a GPU its context is current on the calling thread after.
  */
 int eng_engine_create(struct eng_model *m, const struct eng_options *opt,
 		      struct eng_engine **ret, struct eng_err *err);
 
-/** eng_engine_destroy() - frees all requests (also DONE ones) and ends the session */
+/**
+ * eng_engine_destroy() - frees all requests (also DONE ones) and ends the session
+ *
+ * After a device error session and memory are left to the end of the process, which must
+ * follow: the failed step may still run (design 5, P8).
+ */
 void eng_engine_destroy(struct eng_engine *e);
 
 /**

@@ -13,42 +13,31 @@
 #include "engine/run/internal.h"
 
 #include <errno.h>
-#include <math.h>
 #include <string.h>
 
-static float bf16_to_f32(u16 v)
+static int embed(struct eng_engine *e)
 {
-	u32 bits = (u32)v << 16;
-	float f;
-
-	memcpy(&f, &bits, sizeof(f));
-	return f;
-}
-
-static void embed(struct eng_engine *e)
-{
-	const struct kvk_weight *w = &e->m->embed;
-	struct eng_step *s = &e->step;
 	u32 cols = e->m->config.hidden;
+	struct eng_copy_args a = {
+		.dst = e->act.x,
+		.src = e->w.embed.data,
+		.rows = eng_dev(e, e->step.ids),
+		.dst_stride = cols,
+		.src_stride = cols,
+		.dst_dtype = e->mem->act_dtype,
+		.src_dtype = e->w.embed.dtype,
+		.nr_rows = e->step.nr_tokens,
+		.cols = cols,
+	};
 
-	for (u32 t = 0; t < s->nr_tokens; t++) {
-		size_t row = (size_t)s->ids[t] * cols;
-		float *x = e->act.x + (size_t)t * cols;
-
-		if (w->dtype == KVK_F32) {
-			memcpy(x, (const float *)w->data + row, cols * sizeof(float));
-			continue;
-		}
-		for (u32 i = 0; i < cols; i++)
-			x[i] = bf16_to_f32(((const u16 *)w->data)[row + i]);
-	}
+	return e->mem->ops->copy(e->mem, &a);
 }
 
 /* h = norm(x [+= y]) */
 static int norm_residual(struct eng_engine *e, const float *weight, bool add_y)
 {
 	const struct eng_config *c = &e->m->config;
-	struct kvk_norm_args a = {
+	struct eng_norm n = {
 		.x = add_y ? e->act.y : e->act.x,
 		.residual = add_y ? e->act.x : NULL,
 		.weight = weight,
@@ -56,50 +45,30 @@ static int norm_residual(struct eng_engine *e, const float *weight, bool add_y)
 		.eps = c->norm_eps,
 		.nr_rows = e->step.nr_tokens,
 		.cols = c->hidden,
-		.x_stride = c->hidden,
-		.y_stride = c->hidden,
-		.act_dtype = KVK_F32,
 	};
 
-	return e->ops->norm(&a, NULL);
-}
-
-static int linear(struct eng_engine *e, const struct kvk_weight *w, const float *x,
-		  float *y, u32 nr_tokens, bool accumulate)
-{
-	struct kvk_linear_args a = {
-		.w = *w,
-		.x = x,
-		.y = y,
-		.nr_tokens = nr_tokens,
-		.x_dtype = KVK_F32,
-		.y_dtype = KVK_F32,
-		.nr_batch = 1,
-		.accumulate = accumulate,
-	};
-
-	return e->ops->linear(&a, NULL);
+	return eng_call_norm(e, &n);
 }
 
 /* y (+)= down(silu(gate h) * up h) */
 static int mlp(struct eng_engine *e, const struct eng_mlp *m, bool accumulate)
 {
-	u32 n = e->step.nr_tokens;
 	struct kvk_silu_args silu = {
 		.gu = e->act.gu,
 		.y = e->act.silu,
-		.nr_tokens = n,
+		.nr_tokens = e->step.nr_tokens,
 		.inter = m->inter,
-		.act_dtype = KVK_F32,
+		.act_dtype = e->mem->act_dtype,
 	};
+	struct eng_linear up = {.w = &m->gate_up, .x = e->act.h, .y = e->act.gu};
+	struct eng_linear down = {
+		.w = &m->down, .x = e->act.silu, .y = e->act.y, .accumulate = accumulate};
 	int rc;
 
-	rc = linear(e, &m->gate_up, e->act.h, e->act.gu, n, false);
+	rc = eng_call_linear(e, &up);
 	if (!rc)
-		rc = e->ops->silu(&silu, NULL);
-	if (!rc)
-		rc = linear(e, &m->down, e->act.silu, e->act.y, n, accumulate);
-	return rc;
+		rc = e->ops->silu(&silu, e->mem->stream);
+	return rc ? rc : eng_call_linear(e, &down);
 }
 
 static int route(struct eng_engine *e, const struct eng_layer *l)
@@ -118,10 +87,11 @@ static int route(struct eng_engine *e, const struct eng_layer *l)
 		.norm = c->norm_topk,
 		.scale = c->routed_scale,
 	};
-	int rc;
+	struct eng_linear router = {
+		.w = &l->router, .x = e->act.h, .y = e->act.router, .y_f32 = true};
+	int rc = eng_call_linear(e, &router);
 
-	rc = linear(e, &l->router, e->act.h, e->act.router, e->step.nr_tokens, false);
-	return rc ? rc : e->ops->moe_route(&a, NULL);
+	return rc ? rc : e->ops->moe_route(&a, e->mem->stream);
 }
 
 static int experts(struct eng_engine *e, const struct eng_layer *l)
@@ -134,24 +104,24 @@ static int experts(struct eng_engine *e, const struct eng_layer *l)
 		.weights = e->act.expert_weights,
 		.nr_tokens = e->step.nr_tokens,
 		.top_k = e->m->config.top_k,
-		.act_dtype = KVK_F32,
+		.act_dtype = e->mem->act_dtype,
 		.workspace = e->act.moe_ws,
 		.workspace_bytes = e->act.moe_ws_bytes,
 	};
 
 	switch (l->experts.dtype) {
 	case KVK_INT4:
-		return e->ops->moe_int4(&a, NULL);
+		return e->ops->moe_int4(&a, e->mem->stream);
 	case KVK_E4M3:
-		return e->ops->moe_fp8(&a, NULL);
+		return e->ops->moe_fp8(&a, e->mem->stream);
 	default:
-		return e->ops->moe_bf16(&a, NULL);
+		return e->ops->moe_bf16(&a, e->mem->stream);
 	}
 }
 
 static int mlp_block(struct eng_engine *e, u32 layer)
 {
-	const struct eng_layer *l = &e->m->layers[layer];
+	const struct eng_layer *l = &e->w.layers[layer];
 	int rc;
 
 	if (!l->is_moe)
@@ -164,114 +134,162 @@ static int mlp_block(struct eng_engine *e, u32 layer)
 	return rc;
 }
 
-/* log-probability of @target; NaN rows give NaN */
-static float logprob(const float *logits, u32 vocab, u32 target)
-{
-	float max = logits[0];
-	double sum = 0;
-
-	for (u32 i = 1; i < vocab; i++)
-		max = logits[i] > max ? logits[i] : max;
-	for (u32 i = 0; i < vocab; i++)
-		sum += (double)expf(logits[i] - max);
-	return (float)((double)logits[target] - (double)max - log(sum));
-}
-
 /* A scored prompt: every row of the chunk through lm_head, some rows at a time. */
 static int score(struct eng_engine *e, u32 index)
 {
-	struct eng_request *r = e->step.seqs[index];
 	const struct eng_config *c = &e->m->config;
-	u32 done = 0;
+	struct eng_step *s = &e->step;
+	u32 at = s->q_start[index], end = s->q_start[index + 1];
+	int rc = 0;
 
-	while (done < r->q_len) {
-		u32 n = KV_MIN(r->q_len - done, ENG_LOGIT_ROWS);
-		u32 at = r->nr_in_pages + done;
-		size_t row = e->step.q_start[index] + done;
-		int rc = linear(e, &e->m->lm_head, e->act.h + row * c->hidden,
-				e->act.logits, n, false);
+	while (at < end && !rc) {
+		u32 n = KV_MIN(end - at, ENG_LOGIT_ROWS);
+		struct eng_linear head = {
+			.w = &e->w.lm_head,
+			.x = eng_act_at(e, e->act.h, (size_t)at * c->hidden),
+			.y = e->act.logits,
+			.nr_tokens = n,
+			.y_f32 = true,
+		};
+		struct eng_score_args a = {
+			.logits = e->act.logits,
+			.targets = eng_dev(e, s->targets + at),
+			.ret = eng_dev(e, s->target_logprobs + at),
+			.nr_rows = n,
+			.vocab = c->vocab,
+		};
 
-		if (rc)
-			return rc;
-#pragma omp parallel for schedule(static)
-		for (u32 i = 0; i < n; i++) {
-			if (at + i < r->nr_prompt)
-				r->target_logprobs[at + i] =
-					logprob(e->act.logits + (size_t)i * c->vocab,
-						c->vocab, r->targets[at + i]);
-		}
-		done += n;
+		rc = eng_call_linear(e, &head);
+		if (!rc)
+			rc = e->mem->ops->score(e->mem, &a);
+		at += n;
 	}
-	return 0;
+	return rc;
 }
 
 static int sample(struct eng_engine *e)
 {
 	struct eng_step *s = &e->step;
 	const struct eng_config *c = &e->m->config;
+	/* a graph samples for all it has room for */
+	u32 nr = s->bucket ? s->bucket : s->nr_samples;
+	struct eng_copy_args rows = {
+		.dst = e->act.head_in,
+		.src = e->act.h,
+		.rows = eng_dev(e, s->sample_row),
+		.dst_stride = c->hidden,
+		.src_stride = c->hidden,
+		.dst_dtype = e->mem->act_dtype,
+		.src_dtype = e->mem->act_dtype,
+		.nr_rows = nr,
+		.cols = c->hidden,
+	};
+	struct eng_linear head = {.w = &e->w.lm_head,
+				  .x = e->act.head_in,
+				  .y = e->act.logits,
+				  .nr_tokens = nr,
+				  .y_f32 = true};
 	struct kvk_sample_args a = {
 		.logits = e->act.logits,
-		.temperature = s->temperature,
-		.top_p = s->top_p,
-		.seeds = s->seeds,
-		.ret_ids = s->sample_ids,
-		.ret_logprob = s->sample_logprob,
-		.nr_rows = s->nr_samples,
+		.temperature = eng_dev(e, s->temperature),
+		.top_p = eng_dev(e, s->top_p),
+		.seeds = eng_dev(e, s->seeds),
+		.ret_ids = eng_dev(e, s->sample_ids),
+		.ret_logprob = eng_dev(e, s->sample_logprob),
+		.nr_rows = nr,
 		.vocab = c->vocab,
 	};
 	int rc;
 
-	if (s->nr_samples == 0)
+	if (nr == 0)
 		return 0;
-	for (u32 i = 0; i < s->nr_samples; i++)
-		memcpy(e->act.head_in + (size_t)i * c->hidden,
-		       e->act.h + (size_t)s->sample_row[i] * c->hidden,
-		       c->hidden * sizeof(float));
-	rc = linear(e, &e->m->lm_head, e->act.head_in, e->act.logits, s->nr_samples,
-		    false);
-	if (rc)
-		return rc;
-	for (u32 i = 0; i < s->nr_samples; i++) {
-		struct eng_request *r = s->seqs[s->sample_seq[i]];
-
-		if (r->logits)
-			memcpy(r->logits, e->act.logits + (size_t)i * c->vocab,
-			       c->vocab * sizeof(float));
-	}
-	return e->ops->sample(&a, NULL);
+	rc = e->mem->ops->copy(e->mem, &rows);
+	if (!rc)
+		rc = eng_call_linear(e, &head);
+	return rc ? rc : e->ops->sample(&a, e->mem->stream);
 }
 
 /**
  * eng_forward() - run the step's tokens through the model
  *
- * Fills step.sample_ids and sample_logprob, target_logprobs of scored requests.
- * Context: inside an announced step, behind its check.
+ * Fills step.sample_ids and sample_logprob, target_logprobs of scored tokens. May be
+ * captured when no sequence is scored: nothing here depends on the step but by way of
+ * bucket and the arrays' contents.
+ *
+ * Context: inside an announced step; the check is launched. Pages are touched behind
+ * eng_check_join().
  * Return: 0; -errno of a kernel.
  */
 int eng_forward(struct eng_engine *e)
 {
 	struct eng_step *s = &e->step;
-	int rc = 0;
+	int rc = embed(e);
 
-	s->nan_count = 0;
-	embed(e);
 	for (u32 l = 0; l < e->m->config.nr_layers && !rc; l++) {
-		rc = norm_residual(e, e->m->layers[l].attn_norm, l > 0);
+		rc = norm_residual(e, e->w.layers[l].attn_norm, l > 0);
 		if (!rc)
 			rc = eng_attn_block(e, l);
 		if (!rc)
-			rc = norm_residual(e, e->m->layers[l].mlp_norm, true);
+			rc = norm_residual(e, e->w.layers[l].mlp_norm, true);
 		if (!rc)
 			rc = mlp_block(e, l);
 	}
 	if (!rc)
-		rc = norm_residual(e, e->m->final_norm, true);
+		rc = norm_residual(e, e->w.final_norm, true);
 	for (u32 i = 0; i < s->nr_seqs && !rc; i++) {
 		if (s->seqs[i]->targets)
 			rc = score(e, i);
 	}
+	return rc ? rc : sample(e);
+}
+
+/* Logits that a request keeps: a row at a time, by way of memory copies may run from. */
+static int keep_logits(struct eng_engine *e, float *dst, u32 row)
+{
+	const float *src = e->act.logits + (size_t)row * e->m->config.vocab;
+	size_t bytes = e->m->config.vocab * sizeof(float);
+	int rc;
+
+	if (!e->mem->separate) {
+		memcpy(dst, src, bytes);
+		return 0;
+	}
+	rc = e->mem->ops->download(e->mem, e->kept_logits, src, bytes);
 	if (!rc)
-		rc = sample(e);
-	eng_stat_add(e->stats.nan_values, s->nan_count);
+		rc = e->mem->ops->sync(e->mem);
+	if (!rc)
+		memcpy(dst, e->kept_logits, bytes);
+	return rc;
+}
+
+/**
+ * eng_forward_results() - hand results of the step to its requests
+ *
+ * Context: all work of the step is complete, and what comes back has come.
+ * Return: 0; -EIO.
+ */
+int eng_forward_results(struct eng_engine *e)
+{
+	struct eng_step *s = &e->step;
+	int rc = 0;
+
+	for (u32 i = 0; i < s->nr_seqs; i++) {
+		struct eng_request *r = s->seqs[i];
+
+		for (u32 t = 0; r->targets && t < r->q_len; t++) {
+			u32 at = s->q_start[i] + t;
+
+			if (s->targets[at] != ENG_NO_TARGET)
+				r->target_logprobs[r->nr_in_pages + t] =
+					s->target_logprobs[at];
+		}
+	}
+	for (u32 i = 0; i < s->nr_samples && !rc; i++) {
+		struct eng_request *r = s->seqs[s->sample_seq[i]];
+
+		if (r->logits)
+			rc = keep_logits(e, r->logits, i);
+	}
+	eng_stat_add(e->stats.nan_values, *s->nan_count);
 	return rc;
 }

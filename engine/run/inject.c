@@ -138,42 +138,56 @@ static int free_under_rows(struct eng_engine *e, struct eng_request *v, u32 row,
 	return rc ? rc : kvc_flush(e->kvc);
 }
 
+static int run_overwrite(struct eng_engine *e, const struct kvk_move_args *move)
+{
+	int rc;
+
+	eng_check_prepare(e);
+	rc = eng_step_upload(e);
+	if (!rc)
+		rc = eng_check_launch(e);
+	if (!rc)
+		rc = eng_check_join(e);
+	if (!rc)
+		rc = e->ops->page_move(move, e->mem->stream);
+	return rc ? rc : e->mem->ops->sync(e->mem);
+}
+
 /* A step of its own that zeroes one page, as its new owner would. */
 static int overwrite_page(struct eng_engine *e, const struct kv_grant *page)
 {
 	struct eng_step *s = &e->step;
-	struct kv_row row;
-	u32 row_start[2] = {0, 1}, length = KV_PAGE_TOKENS;
-	u64 nonce = eng_rand(e);
-	struct kvk_batch b = {.rows = &row,
-			      .row_start = row_start,
-			      .lengths = &length,
-			      .q_start = s->zero_q,
-			      .verdicts = s->verdicts,
-			      .step = &s->number,
-			      .nr_requests = 1};
-	struct kvk_move_args move = {
-		.op = KVK_MOVE_ZERO, .src = e->pages, .dst = e->pages, .dst_batch = b};
-	struct kvk_tag_check_args check = {.block = s->block,
-					   .mirror = e->mirror,
-					   .batch = b,
-					   .nonces = &nonce,
-					   .page_tokens = KV_PAGE_TOKENS,
-					   .ret_verdicts = s->verdicts};
+	struct kvk_move_args move = {.op = KVK_MOVE_ZERO,
+				     .src = e->pages,
+				     .dst = e->pages,
+				     .dst_batch = {.rows = eng_dev(e, s->rows),
+						   .row_start = eng_dev(e, s->row_start),
+						   .lengths = eng_dev(e, s->lengths),
+						   .q_start = eng_dev(e, s->zero_q),
+						   .verdicts = eng_dev(e, s->verdicts),
+						   .step = eng_dev(e, s->number_arg),
+						   .nr_requests = 1}};
 	int rc = kvc_step_begin(e->kvc, &s->kvc);
 
 	if (rc)
 		return rc < 0 ? rc : -EBUSY;
-	row = kv_row_make(page->pfn, page->tag, KV_ROW_WRITE, nonce, 0);
 	s->number = kvc_step_number(s->kvc);
-	s->verdicts[0] = (struct kv_verdict){.step = s->number, .rows_checked = 1};
-	if (e->session.check_mode != KV_CHECK_OFF) {
+	*s->number_arg = s->number;
+	s->nr = s->nr_rows = 1;
+	s->owner[0] = 0;
+	s->nonces[0] = eng_rand(e);
+	s->lengths[0] = KV_PAGE_TOKENS;
+	s->row_start[0] = 0;
+	s->row_start[1] = 1;
+	s->rows[0] = kv_row_make(page->pfn, page->tag, KV_ROW_WRITE, s->nonces[0], 0);
+	if (e->session.check_mode != KV_CHECK_OFF)
 		rc = kvc_step_block(s->kvc, e->pool, s->stream, s->block, s->block_bytes);
-		if (!rc)
-			rc = e->ops->tag_check(&check, NULL);
-	}
 	if (!rc)
-		rc = e->ops->page_move(&move, NULL);
+		rc = run_overwrite(e, &move);
+	if (rc && e->mem->separate) {
+		e->lost = true;
+		return rc;
+	}
 	kvc_step_launched(s->kvc);
 	kvc_step_retire(s->kvc);
 	s->kvc = NULL;
@@ -327,19 +341,19 @@ void eng_inject_rows(struct eng_engine *e)
 		v->row_start[j]--;
 }
 
-/** eng_inject_block() - the block that the check gets: the step's, or one with a gap */
-const struct kv_step_block *eng_inject_block(struct eng_engine *e)
+/** eng_inject_block() - leave a gap in the block that the check gets */
+void eng_inject_block(struct eng_engine *e)
 {
-	struct eng_inject_state *in = &e->inject;
+	struct kv_step_block behind;
 
-	if (in->armed.kind != ENG_INJECT_MIRROR_BEHIND || victim_index(e) < 0)
-		return e->step.block;
-	memcpy(&in->behind, e->step.block, sizeof(in->behind));
-	in->behind.kind = KV_BLOCK_DELTA;
-	in->behind.log_from = KV_MAX(in->behind.log_to, e->mirror->position) + 1;
-	in->behind.log_to = in->behind.log_from;
-	in->behind.nr_entries = 0;
-	return &in->behind;
+	if (e->inject.armed.kind != ENG_INJECT_MIRROR_BEHIND || victim_index(e) < 0)
+		return;
+	memcpy(&behind, e->step.block, sizeof(behind));
+	behind.kind = KV_BLOCK_DELTA;
+	behind.log_from = KV_MAX(behind.log_to, eng_mirror_position(e)) + 1;
+	behind.log_to = behind.log_from;
+	behind.nr_entries = 0;
+	memcpy(e->step.block, &behind, sizeof(behind));
 }
 
 /** eng_inject_verdicts() - damage to the verdicts; an armed injection ends with its step

@@ -11,6 +11,7 @@
 #include "base/mutant.h"
 #include "engine/run/engine.h"
 #include "engine/run/inject.h"
+#include "engine/run/mem.h"
 #include "kernels/kernels.h"
 
 #define ENG_BATCH_MAX	256u
@@ -119,10 +120,27 @@ struct eng_view {
 	u32 *row_start;
 };
 
+#define ENG_NO_OWNER UINT32_MAX /* a request that only fills a batch up */
+
+/**
+ * struct eng_step - one step's data
+ * @shared, @delta: arrays below marked [shared] lie in one piece of host memory; the
+ *	kernels get eng_dev() of them, @delta bytes away: a copy, or on the host the same
+ * @in_bytes, @out_first, @out_end: what goes to the device at the beginning of a step
+ *	(block and rows as far as they are used as well), and what comes back
+ * @forked: the check runs on the side branch and has not been joined
+ */
 struct eng_step {
 	struct kvc_step *kvc;
-	u64 number; /* argument block: the kernels compare verdicts with it */
+	u64 number;
+	u64 *number_arg; /* [shared] argument block: verdicts are compared with it */
 	u32 stream;
+	char *shared;
+	ptrdiff_t delta;
+	size_t in_bytes;
+	size_t out_first;
+	size_t out_end;
+	bool forked;
 	void *block;
 	size_t block_bytes;
 
@@ -141,19 +159,22 @@ struct eng_step {
 	struct eng_request **seqs; /* [batch_max] */
 	u32 nr_seqs;
 	u32 nr_decode; /* seqs with q_len 1 come first */
-	u32 nr_tokens;
+	u32 bucket;    /* requests that decode, filled up to this; 0: not filled up */
+	u32 nr_tokens; /* those that fill up too */
 	u32 q_len_max;
 	u32 *q_start; /* [nr_seqs + 1] */
 	u32 *zero_q;  /* zeros, for views without tokens */
 	u32 *ids;     /* [tokens_max] */
 	u32 *positions;
+	u32 *targets;		/* [tokens_max] or ENG_NO_TARGET */
+	float *target_logprobs; /* [tokens_max] */
 
 	u32 *copy_tokens; /* [batch_max] tokens that hold data, per copied page */
 	u32 *crc;	  /* [crc_max] */
 	u32 *crc_first;	  /* [batch_max] first crc of a sequence */
 	u32 *crc_nr;	  /* [batch_max] */
 	u32 crc_max;
-	u64 nan_count; /* stored in pages by this step */
+	u64 *nan_count; /* [shared] stored in pages by this step */
 
 	u32 nr_samples;
 	u32 *sample_seq; /* [batch_max] */
@@ -167,30 +188,31 @@ struct eng_step {
 	bool *seq_ok;	/* [batch_max] verdicts as read at the end */
 };
 
-/* activations; every [T] is tokens_max */
+/* activations in device memory, of mem->act_dtype but where F32 is said; every [T] is
+ * tokens_max */
 struct eng_act {
-	float *x;      /* [T][hidden] residual stream */
-	float *h;      /* [T][hidden] normed input of a block */
-	float *y;      /* [T][hidden] a block's output */
-	float *q_a;    /* MLA [T][q_rank] */
-	float *q;      /* [T][heads * (nope + rope)] or [T][heads * head_dim] */
-	float *q_nope; /* MLA [T][heads][nope] */
-	float *q_lat;  /* MLA [T][heads][latent] */
-	float *q_abs;  /* MLA [T][heads][latent + rope] */
-	float *kv;     /* MLA [T][latent + rope] */
-	float *latent; /* MLA [T][latent] */
-	float *k_rope; /* MLA [T][rope] */
-	float *k;      /* GQA [T][kv_heads * head_dim] */
-	float *v;
-	float *attn;   /* MLA [T][heads][latent]; GQA [T][heads * head_dim] */
-	float *attn_v; /* MLA [T][heads * v] */
-	float *gu;     /* [T][2][inter] */
-	float *silu;   /* [T][inter] */
+	void *x;      /* [T][hidden] residual stream */
+	void *h;      /* [T][hidden] normed input of a block */
+	void *y;      /* [T][hidden] a block's output */
+	void *q_a;    /* MLA [T][q_rank] */
+	void *q;      /* [T][heads * (nope + rope)] or [T][heads * head_dim] */
+	void *q_nope; /* MLA [T][heads][nope] */
+	void *q_lat;  /* MLA [T][heads][latent] */
+	void *q_abs;  /* MLA [T][heads][latent + rope] */
+	void *kv;     /* MLA [T][latent + rope] */
+	void *latent; /* MLA [T][latent] */
+	void *k_rope; /* MLA [T][rope] */
+	void *k;      /* GQA [T][kv_heads * head_dim] */
+	void *v;
+	void *attn;    /* MLA [T][heads][latent]; GQA [T][heads * head_dim] */
+	void *attn_v;  /* MLA [T][heads * v] */
+	void *gu;      /* [T][2][inter] */
+	void *silu;    /* [T][inter] */
 	float *router; /* [T][nr_experts] */
 	u32 *expert_ids;
 	float *expert_weights;
-	float *head_in; /* [LOGIT_ROWS][hidden] */
-	float *logits;	/* [max(LOGIT_ROWS, batch_max)][vocab] */
+	void *head_in; /* [LOGIT_ROWS][hidden] */
+	float *logits; /* [max(LOGIT_ROWS, batch_max)][vocab] */
 	void *moe_ws;
 	size_t moe_ws_bytes;
 	void *attn_ws;
@@ -207,19 +229,35 @@ struct eng_inject_state {
 		want[ENG_INJECT_ROWS_MAX]; /* freed pages the next allocation must get */
 	u32 nr_want;
 	const struct eng_table *owner; /* the table they were taken from */
-	struct kv_step_block behind;
 };
+
+/* the weights as the kernels get them (device.c) */
+struct eng_placed {
+	const struct eng_layer *layers;
+	struct kvk_weight embed;
+	struct kvk_weight lm_head;
+	const float *final_norm;
+};
+
+#define ENG_BUCKETS 9u /* 1, 2, 4, .. 256 requests */
 
 struct eng_engine {
 	struct eng_model *m;
 	struct eng_options opt;
-	const struct kvk_ops *ops;
+	struct eng_mem *mem;
+	const struct kvk_ops *ops; /* mem->kernels */
+	struct eng_placed w;
+	struct eng_layer *own_layers; /* owner; NULL: w.layers are the model's */
+	void *graphs[ENG_BUCKETS];    /* decode steps; owner; NULL: not captured yet */
+	bool warm[ENG_BUCKETS];	      /* has run once without a graph */
+	bool lost; /* the device failed in a step: that step may still run (P8) */
 	struct kvc *kvc;
 	struct kvc_pool *pool;
 	struct kvc_pool_info pool_info;
 	struct kvk_pages pages;
-	struct kvc_info session; /* that leases and mirror are of */
-	struct kv_mirror *mirror;
+	struct kvc_info session;  /* that leases and mirror are of */
+	struct kv_mirror *mirror; /* device memory */
+	u32 mirror_pages;
 	u32 tokens_max; /* of a step */
 	u32 pages_max;	/* of a sequence */
 	int wake_fd;
@@ -239,8 +277,9 @@ struct eng_engine {
 	struct kv_hit *hits;	       /* [pages_max] scratch */
 	struct kv_grant *grants;       /* [pages_max] scratch */
 	struct kv_seal_ret *seal_rets; /* [pages_max] scratch */
-	float *amax;		       /* borrowed; NULL: not collected */
-	void *arena;		       /* owner of step and act arrays */
+	float *amax;		       /* borrowed; NULL: not collected. Host only */
+	float *kept_logits;	       /* [vocab] host memory, when mem is separate */
+	void *arena;		       /* owner of the step's host arrays */
 };
 
 /* Counters are read by other threads. */
@@ -250,6 +289,7 @@ struct eng_engine {
 /* engine.c */
 u64 eng_rand(struct eng_engine *e);
 void eng_session_lost(struct eng_engine *e);
+void eng_graphs_drop(struct eng_engine *e);
 bool eng_session_look(struct eng_engine *e);
 
 /* kv.c */
@@ -280,10 +320,76 @@ bool eng_decode_slot(struct eng_engine *e, struct eng_request *r);
 
 /* batch.c */
 void eng_batch_build(struct eng_engine *e, struct eng_request **seqs, u32 nr);
-struct kvk_batch eng_batch_view(struct eng_step *s, enum eng_group group);
+struct kvk_batch eng_batch_view(struct eng_engine *e, enum eng_group group);
+
+/** eng_dev() - where the kernels see a [shared] array of the step */
+static inline void *eng_dev(const struct eng_engine *e, const void *p)
+{
+	return (char *)(uintptr_t)p + e->step.delta;
+}
 
 /* step.c */
 int eng_step_run(struct eng_engine *e);
+
+/* check.c */
+void eng_check_prepare(struct eng_engine *e);
+int eng_check_launch(struct eng_engine *e);
+int eng_check_join(struct eng_engine *e);
+int eng_check_judge(struct eng_engine *e);
+bool eng_check_needs_judge(const struct eng_engine *e);
+int eng_step_upload(struct eng_engine *e);
+int eng_step_download(struct eng_engine *e);
+
+/* call.c */
+
+/* y [tokens][nr_batch][rows] (+)= x W^T; 0: the step's tokens, one matrix, no bias */
+struct eng_linear {
+	const struct kvk_weight *w;
+	const void *x;
+	void *y;
+	const float *bias;
+	u32 nr_tokens;
+	u32 nr_batch;
+	bool accumulate;
+	bool y_f32;
+};
+
+struct eng_norm {
+	const void *x;
+	void *residual;
+	const float *weight;
+	void *y;
+	float eps;
+	u32 nr_rows;
+	u32 cols;
+	u32 x_stride; /* 0: cols */
+};
+
+/* @cols values of each of @nr_rows rows, from element src_at to dst_at of a row */
+struct eng_cols {
+	void *dst;
+	const void *src;
+	u32 dst_at;
+	u32 dst_stride;
+	u32 src_at;
+	u32 src_stride;
+	u32 nr_rows;
+	u32 cols;
+};
+
+void *eng_act_at(const struct eng_engine *e, const void *base, size_t index);
+int eng_call_linear(struct eng_engine *e, const struct eng_linear *l);
+int eng_call_norm(struct eng_engine *e, const struct eng_norm *n);
+int eng_call_copy(struct eng_engine *e, const struct eng_cols *c);
+
+/* device.c */
+int eng_weights_place(struct eng_engine *e);
+
+/* mirror.c */
+int eng_mirror_alloc(struct eng_engine *e);
+int eng_mirror_reset(struct eng_engine *e);
+u64 eng_mirror_position(struct eng_engine *e);
+int eng_mirror_tags(struct eng_engine *e, u64 *ret_tags);
 
 /* publish.c */
 void eng_verdicts_read(struct eng_engine *e);
@@ -293,6 +399,7 @@ void eng_dispatch_event(void *arg, const struct kvc_event *event);
 
 /* forward.c, buffers.c */
 int eng_forward(struct eng_engine *e);
+int eng_forward_results(struct eng_engine *e);
 int eng_buffers_alloc(struct eng_engine *e);
 void eng_buffers_free(struct eng_engine *e);
 
@@ -301,7 +408,7 @@ int eng_attn_block(struct eng_engine *e, u32 layer);
 
 /* inject.c */
 void eng_inject_rows(struct eng_engine *e);
-const struct kv_step_block *eng_inject_block(struct eng_engine *e);
+void eng_inject_block(struct eng_engine *e);
 void eng_inject_verdicts(struct eng_engine *e);
 bool eng_inject_alone(struct eng_engine *e, struct eng_request **ret_r);
 int eng_inject_take(struct eng_engine *e, const struct eng_table *t,

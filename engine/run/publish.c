@@ -9,6 +9,7 @@
 #include "engine/run/internal.h"
 
 #include <errno.h>
+#include <stdlib.h>
 
 /* strict: the rows are walked once more on the host, on the library's own mirror. */
 static void check_strict(struct eng_engine *e)
@@ -47,6 +48,8 @@ void eng_verdicts_read(struct eng_engine *e)
 	for (u32 i = 0; i < s->nr; i++) {
 		u32 nr_rows = s->row_start[i + 1] - s->row_start[i];
 
+		if (s->owner[i] == ENG_NO_OWNER)
+			continue;
 		if (kv_verdict_ok(s->verdicts[i], s->number, nr_rows) ||
 		    KV_MUTANT(verdict_ignored_by_engine))
 			continue;
@@ -60,14 +63,16 @@ void eng_verdicts_read(struct eng_engine *e)
 static void find_bad_row(struct eng_engine *e, u32 index, struct kv_incident *inc)
 {
 	struct eng_step *s = &e->step;
-	const u64 *tags = (const u64 *)(e->mirror + 1);
+	u32 nr_pages = e->mirror_pages;
+	u64 *tags = calloc(nr_pages, sizeof(*tags));
 	u32 first = s->row_start[index], end = s->row_start[index + 1];
 
+	if (!tags || eng_mirror_tags(e, tags))
+		goto free_tags; /* the report goes without the row */
 	for (u32 i = first; i < end; i++) {
 		struct kv_row row = s->rows[i];
-		u64 tag = row.pfn < e->mirror->nr_pages ? tags[row.pfn] : 0;
-		u32 bits = kv_row_check(row, i - first, s->nonces[index], tag,
-					e->mirror->nr_pages);
+		u64 tag = row.pfn < nr_pages ? tags[row.pfn] : 0;
+		u32 bits = kv_row_check(row, i - first, s->nonces[index], tag, nr_pages);
 
 		if (!bits && i + 1 < end)
 			continue;
@@ -76,8 +81,10 @@ static void find_bad_row(struct eng_engine *e, u32 index, struct kv_incident *in
 		inc->expected = row.expected;
 		inc->found = tag;
 		if (bits)
-			return;
+			break;
 	}
+free_tags:
+	free(tags);
 }
 
 static void request_stale(struct eng_engine *e, struct eng_request *r, u32 index)

@@ -3,8 +3,10 @@
  * step.c - one step by the safety protocol (design 5):
  *
  *	announce -> block -> rows -> [mirror update and check] -> zero, copy -> layers ->
- *digests
- *	-> launched -> verdicts read -> retire -> publish, seal
+ *	digests -> launched -> verdicts read -> retire -> publish, seal
+ *
+ * On a device a step of decodes is one graph, captured for a number of requests that the
+ * step is filled up to (batch.c).
  *
  * All work on page bytes lies between announce and retire, behind the check. Nothing of a
  * request leaves the engine before its verdict was read.
@@ -27,140 +29,113 @@ static void declare_rows(struct eng_engine *e)
 				      s->row_start[i + 1] - s->row_start[i]);
 }
 
-static bool seq_passed(const struct eng_step *s, u32 i)
-{
-	return kv_verdict_ok(s->verdicts[i], s->number,
-			     s->row_start[i + 1] - s->row_start[i]);
-}
-
-/* Does sequence @i write to a page that another sequence with a good verdict writes to?
- */
-static bool shares_page(const struct eng_step *s, u32 i)
-{
-	for (u32 a = s->row_start[i]; a < s->row_start[i + 1]; a++) {
-		for (u32 j = 0; j < s->nr_seqs; j++) {
-			if (j == i || !seq_passed(s, j))
-				continue;
-			for (u32 b = s->row_start[j]; b < s->row_start[j + 1]; b++) {
-				if (s->rows[a].pfn == s->rows[b].pfn &&
-				    (s->rows[a].flags & s->rows[b].flags & KV_ROW_WRITE))
-					return true;
-			}
-		}
-	}
-	return false;
-}
-
-/*
- * Of two writers of a page the check fails the stale one, and the other goes on: who is
- * refused must not depend on the order of the batch. Should both pass (one lease handed
- * out twice by the engine), the one that the library refused is not run: "not checked"
- * fails.
- */
-static void refuse_rows(struct eng_step *s)
-{
-	for (u32 i = 0; i < s->nr_seqs; i++) {
-		if (!s->row_codes[i])
-			continue;
-		if (!seq_passed(s, i) ||
-		    (s->row_codes[i] == -EEXIST && !shares_page(s, i)))
-			s->row_codes[i] = 0;
-		else
-			s->verdicts[i].step = 0;
-	}
-}
-
-/* check=off: no kernel, no mirror; every request is taken for good. */
-static void check_off(struct eng_step *s)
-{
-	for (u32 i = 0; i < s->nr; i++) {
-		s->verdicts[i] = (struct kv_verdict){
-			.step = s->number,
-			.rows_checked = s->row_start[i + 1] - s->row_start[i],
-		};
-	}
-}
-
-static int check_batch(struct eng_engine *e)
-{
-	struct eng_step *s = &e->step;
-	struct kvk_tag_check_args a = {
-		.block = s->block,
-		.mirror = e->mirror,
-		.batch =
-			{
-				.rows = s->rows,
-				.row_start = s->row_start,
-				.lengths = s->lengths,
-				.q_start = s->zero_q,
-				.verdicts = s->verdicts,
-				.step = &s->number,
-				.nr_requests = s->nr,
-			},
-		.nonces = s->nonces,
-		.page_tokens = KV_PAGE_TOKENS,
-		.ret_verdicts = s->verdicts,
-	};
-
-	if (e->opt.inject)
-		a.block = eng_inject_block(e);
-	memset(s->verdicts, 0, s->nr * sizeof(*s->verdicts));
-	return e->ops->tag_check(&a, NULL);
-}
-
-static int check(struct eng_engine *e)
-{
-	struct eng_step *s = &e->step;
-	int rc = 0;
-
-	if (e->session.check_mode == KV_CHECK_OFF || KV_MUTANT(no_check))
-		check_off(s);
-	else
-		rc = check_batch(e);
-	if (!rc)
-		refuse_rows(s);
-	if (!rc && e->opt.inject)
-		eng_inject_verdicts(e);
-	return rc;
-}
-
 static int move_pages(struct eng_engine *e, u32 op)
 {
 	struct eng_step *s = &e->step;
 	struct kvk_move_args a = {.op = op, .src = e->pages, .dst = e->pages};
+	int rc;
 
 	switch (op) {
 	case KVK_MOVE_ZERO:
-		a.dst_batch = eng_batch_view(s, ENG_GROUP_ZERO);
+		a.dst_batch = eng_batch_view(e, ENG_GROUP_ZERO);
 		break;
 	case KVK_MOVE_COPY:
-		a.src_batch = eng_batch_view(s, ENG_GROUP_COPY_SRC);
-		a.dst_batch = eng_batch_view(s, ENG_GROUP_COPY_DST);
-		a.nr_tokens = s->copy_tokens;
+		a.src_batch = eng_batch_view(e, ENG_GROUP_COPY_SRC);
+		a.dst_batch = eng_batch_view(e, ENG_GROUP_COPY_DST);
+		a.nr_tokens = eng_dev(e, s->copy_tokens);
 		break;
 	default:
-		a.src_batch = eng_batch_view(s, ENG_GROUP_CRC);
-		a.ret_crc = s->crc;
+		a.src_batch = eng_batch_view(e, ENG_GROUP_CRC);
+		a.ret_crc = eng_dev(e, s->crc);
 		break;
 	}
 	if (a.src_batch.nr_requests + a.dst_batch.nr_requests == 0)
 		return 0;
-	return e->ops->page_move(&a, NULL);
+	rc = eng_check_join(e);
+	return rc ? rc : e->ops->page_move(&a, e->mem->stream);
 }
 
-static int step_work(struct eng_engine *e)
+/* Everything up to the samples, one launch after the other. */
+static int run_eager(struct eng_engine *e)
 {
-	int rc = check(e);
+	int rc = eng_check_launch(e);
 
+	if (!rc && eng_check_needs_judge(e))
+		rc = eng_check_judge(e);
 	if (!rc)
 		rc = move_pages(e, KVK_MOVE_ZERO);
 	if (!rc)
 		rc = move_pages(e, KVK_MOVE_COPY);
+	return rc ? rc : eng_forward(e);
+}
+
+/* May the step run as a graph? Index of the graph, or -1. */
+static s32 graph_index(const struct eng_engine *e)
+{
+	const struct eng_step *s = &e->step;
+	s32 i = 0;
+
+	if (!s->bucket || eng_check_needs_judge(e) || s->view[ENG_GROUP_ZERO].nr ||
+	    s->view[ENG_GROUP_COPY_SRC].nr)
+		return -1;
+	while (1u << i < s->bucket)
+		i++;
+	return i;
+}
+
+static int graph_capture(struct eng_engine *e, void **ret_graph)
+{
+	struct eng_mem *m = e->mem;
+	int rc = m->ops->graph_begin(m), end;
+
+	if (rc)
+		return rc;
+	rc = eng_check_launch(e);
 	if (!rc)
 		rc = eng_forward(e);
+	end = m->ops->graph_end(m, ret_graph);
+	return rc ? rc : end;
+}
+
+/* The first step of a size runs without: kernels are loaded when they first run, which a
+ * capture must not see. */
+static int run_graph(struct eng_engine *e, u32 index)
+{
+	int rc = 0;
+
+	if (!e->warm[index]) {
+		e->warm[index] = true;
+		return run_eager(e);
+	}
+	if (!e->graphs[index])
+		rc = graph_capture(e, &e->graphs[index]);
+	return rc ? rc : e->mem->ops->graph_launch(e->mem, e->graphs[index]);
+}
+
+/** eng_graphs_drop() - steps are captured anew. Context: no step runs */
+void eng_graphs_drop(struct eng_engine *e)
+{
+	for (u32 i = 0; i < ENG_BUCKETS; i++) {
+		if (e->graphs[i])
+			e->mem->ops->graph_free(e->mem, e->graphs[i]);
+		e->graphs[i] = NULL;
+	}
+}
+
+static int step_work(struct eng_engine *e)
+{
+	s32 graph = graph_index(e);
+	int rc;
+
+	eng_check_prepare(e);
+	rc = eng_step_upload(e);
+	if (!rc)
+		rc = graph < 0 ? run_eager(e) : run_graph(e, (u32)graph);
 	if (!rc)
 		rc = move_pages(e, KVK_MOVE_CRC);
-	return rc;
+	if (!rc)
+		rc = eng_step_download(e);
+	return rc ? rc : eng_forward_results(e);
 }
 
 /* A mirror that is behind gets the same words again with the next block: do not move on.
@@ -236,7 +211,13 @@ int eng_step_run(struct eng_engine *e)
 	if (e->opt.inject)
 		eng_inject_rows(e);
 	declare_rows(e);
+	s->forked = false;
 	rc = step_work(e);
+	if (rc && e->mem->separate && !KV_MUTANT(retire_after_device_error)) {
+		/* no completion: the slot stays as it is, the process must end (P8) */
+		e->lost = true;
+		return rc > 0 ? -EPROTO : rc;
+	}
 	if (rc) {
 		kvc_step_retire(s->kvc);
 		s->kvc = NULL;

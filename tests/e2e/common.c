@@ -42,11 +42,18 @@ const char *rig_models_dir(void)
 
 void rig_kvmd(struct rig *rig, const char *const *args)
 {
+	const char *all[16] = {"--backend", "host"};
 	char error[512];
+	u32 n = 2;
 	int rc;
 
+	/* on a machine with a GPU, too; what is said later wins */
+	for (; args && args[n - 2]; n++) {
+		KVT_EXPECT(n < 15);
+		all[n] = args[n - 2];
+	}
 	memset(rig, 0, sizeof(*rig));
-	rc = eng_private_kvmd_start(args, &rig->kvmd, error, sizeof(error));
+	rc = eng_private_kvmd_start(all, &rig->kvmd, error, sizeof(error));
 	if (rc)
 		KVT_FAIL("kvmd: %s", error);
 }

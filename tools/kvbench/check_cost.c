@@ -2,9 +2,10 @@
 /*
  * check_cost.c - kvbench check-cost: what the batch check adds to a decode step.
  *
- * Two private daemons, one with check off, one with check batch, and one engine on each;
- * rounds of decode steps alternate between them, so that slow drifts of the machine hit
- * both alike. The medians over the rounds are compared. One thread.
+ * Two private daemons, one with check off, one with check batch, and one engine on each. Both decode
+ * the same requests, a step here and a step there in turn, so that context lengths, caches and slow
+ * drifts of the machine hit both alike. The medians are compared, and the added time is the median
+ * of the differences of neighbouring steps. One thread.
  */
 #include <cjson/cJSON.h>
 #include <getopt.h>
@@ -14,13 +15,18 @@
 #include "inject.h"
 #include "scene.h"
 
-#define ROUNDS_MAX 101u
+#define STEPS_MAX    4096u
+#define REQUESTS_MAX 64u
 
+/**
+ * struct side - one daemon and its engine
+ * @step_us: time of each measured step
+ */
 struct side {
 	struct kvb_scene scene;
 	struct eng_engine *engine;
-	double tok_s[ROUNDS_MAX];
-	double step_us[ROUNDS_MAX];
+	struct eng_request *requests[REQUESTS_MAX];
+	double step_us[STEPS_MAX];
 };
 
 static int cmp_double(const void *a, const void *b)
@@ -32,7 +38,7 @@ static int cmp_double(const void *a, const void *b)
 
 static double median(const double *v, u32 n)
 {
-	double sorted[ROUNDS_MAX];
+	static double sorted[STEPS_MAX];
 
 	memcpy(sorted, v, n * sizeof(*v));
 	qsort(sorted, n, sizeof(*v), cmp_double);
@@ -68,17 +74,14 @@ static void side_close(struct side *s)
 	kvb_scene_close(&s->scene);
 }
 
-/* One round: prefill @batch requests, then time nothing but decode steps. */
-static int side_round(struct side *s, u32 batch, u32 steps, u32 round)
+/* Submit @nr requests and run until all of them decode. */
+static int side_fill(struct side *s, u32 nr, u32 steps)
 {
-	struct eng_request *rq[64];
-	struct eng_stats before, after;
 	struct eng_err err = {{0}};
 	struct eng_result res;
-	u64 t0, t1;
 	int r = 0;
 
-	for (u32 i = 0; i < batch; i++) {
+	for (u32 i = 0; i < nr; i++) {
 		struct eng_params p = {
 			.prompt = s->scene.prompts[i % KVB_PROMPTS],
 			.nr_prompt = KVB_PROMPT_TOKENS - i / KVB_PROMPTS,
@@ -86,7 +89,7 @@ static int side_round(struct side *s, u32 batch, u32 steps, u32 round)
 			.ignore_eos = true,
 		};
 
-		if (eng_request_submit(s->engine, &p, &rq[i], &err)) {
+		if (eng_request_submit(s->engine, &p, &s->requests[i], &err)) {
 			fprintf(stderr, "kvbench: %s\n", err.text);
 			return 1;
 		}
@@ -94,58 +97,58 @@ static int side_round(struct side *s, u32 batch, u32 steps, u32 round)
 	for (bool ready = false; !ready && r >= 0;) {
 		r = eng_engine_turn(s->engine);
 		ready = true;
-		for (u32 i = 0; i < batch; i++) {
-			eng_request_result(rq[i], &res);
+		for (u32 i = 0; i < nr; i++) {
+			eng_request_result(s->requests[i], &res);
 			ready &= res.state == ENG_DECODE;
 		}
 	}
-	eng_engine_stats(s->engine, &before);
-	t0 = kv_now_ns();
-	for (u32 i = 0; r >= 0 && i < steps; i++)
-		r = eng_engine_turn(s->engine);
-	t1 = kv_now_ns();
-	eng_engine_stats(s->engine, &after);
-	for (u32 i = 0; i < batch; i++)
-		eng_request_free(rq[i]);
-	if (r < 0 || after.steps == before.steps)
-		return 1;
-	s->tok_s[round] = (double)(after.generated_tokens - before.generated_tokens) /
-			  ((double)(t1 - t0) / 1e9);
-	s->step_us[round] =
-		(double)(t1 - t0) / 1e3 / (double)(after.steps - before.steps);
-	return 0;
+	return r < 0;
 }
 
-static void report(const struct side *off, const struct side *batch, u32 rounds, u32 nr,
+/* One decode step of all @nr requests; anything else is a failure. */
+static int side_step(struct side *s, u32 nr, u32 at)
+{
+	u64 t0 = kv_now_ns();
+	int r = eng_engine_turn(s->engine);
+
+	s->step_us[at] = (double)(kv_now_ns() - t0) / 1e3;
+	if (r != (int)nr)
+		fprintf(stderr, "kvbench: step %u: %d of %u requests took part\n", at, r,
+			nr);
+	return r != (int)nr;
+}
+
+static void report(const struct side *off, const struct side *batch, u32 steps, u32 nr,
 		   bool json)
 {
-	double off_tok = median(off->tok_s, rounds),
-	       batch_tok = median(batch->tok_s, rounds);
-	double diff[ROUNDS_MAX];
+	double off_us = median(off->step_us, steps),
+	       batch_us = median(batch->step_us, steps);
+	static double diff[STEPS_MAX];
+	double added;
 	cJSON *o;
 	char *text;
 
-	/* paired: each round's own neighbour, so that drift cancels */
-	for (u32 i = 0; i < rounds; i++)
+	for (u32 i = 0; i < steps; i++)
 		diff[i] = batch->step_us[i] - off->step_us[i];
+	added = median(diff, steps);
 	if (!json) {
-		printf("batch %u, %u rounds\n", nr, rounds);
-		printf("check off    %8.1f tok/s  %9.1f us a step\n", off_tok,
-		       median(off->step_us, rounds));
-		printf("check batch  %8.1f tok/s  %9.1f us a step\n", batch_tok,
-		       median(batch->step_us, rounds));
-		printf("added        %8.2f us a step (median of the paired differences)\n",
-		       median(diff, rounds));
+		printf("%u requests, %u steps each side, in turn\n", nr, steps);
+		printf("check off    %8.1f tok/s  %9.1f us a step\n", nr * 1e6 / off_us,
+		       off_us);
+		printf("check batch  %8.1f tok/s  %9.1f us a step\n", nr * 1e6 / batch_us,
+		       batch_us);
+		printf("added        %8.2f us a step (%.2f %%)\n", added,
+		       100 * added / off_us);
 		return;
 	}
 	o = cJSON_CreateObject();
-	cJSON_AddNumberToObject(o, "off_tok_s", off_tok);
-	cJSON_AddNumberToObject(o, "batch_tok_s", batch_tok);
-	cJSON_AddNumberToObject(o, "added_us_per_step", median(diff, rounds));
-	cJSON_AddNumberToObject(o, "off_step_us", median(off->step_us, rounds));
-	cJSON_AddNumberToObject(o, "batch_step_us", median(batch->step_us, rounds));
+	cJSON_AddNumberToObject(o, "off_tok_s", nr * 1e6 / off_us);
+	cJSON_AddNumberToObject(o, "batch_tok_s", nr * 1e6 / batch_us);
+	cJSON_AddNumberToObject(o, "added_us_per_step", added);
+	cJSON_AddNumberToObject(o, "off_step_us", off_us);
+	cJSON_AddNumberToObject(o, "batch_step_us", batch_us);
 	cJSON_AddNumberToObject(o, "batch", nr);
-	cJSON_AddNumberToObject(o, "rounds", rounds);
+	cJSON_AddNumberToObject(o, "steps", steps);
 	text = cJSON_Print(o);
 	puts(text);
 	free(text);
@@ -155,8 +158,8 @@ static void report(const struct side *off, const struct side *batch, u32 rounds,
 static int usage(void)
 {
 	fprintf(stderr,
-		"usage: kvbench check-cost [--model DIR] [--batch 1..64] [--steps N] "
-		"[--rounds 1..101] [--json]\n");
+		"usage: kvbench check-cost [--model DIR] [--batch 1..64] [--steps 1..4096] "
+		"[--json]\n");
 	return 2;
 }
 
@@ -176,11 +179,11 @@ static int parse_u32(const char *name, const char *text, u32 lo, u32 hi, u32 *re
 int kvb_check_cost(int argc, char **argv)
 {
 	static const struct option opts[] = {
-		{"model", 1, 0, 'm'},  {"batch", 1, 0, 'b'}, {"steps", 1, 0, 's'},
-		{"rounds", 1, 0, 'r'}, {"json", 0, 0, 'j'},  {0, 0, 0, 0},
+		{"model", 1, 0, 'm'}, {"batch", 1, 0, 'b'}, {"steps", 1, 0, 's'},
+		{"json", 0, 0, 'j'},  {0, 0, 0, 0},
 	};
 	const char *model = "tests/models/tiny-k2";
-	u32 nr = 8, steps = 64, rounds = 11;
+	u32 nr = 8, steps = 512;
 	static struct side off, batch;
 	bool json = false;
 	int c, r = 0;
@@ -192,13 +195,10 @@ int kvb_check_cost(int argc, char **argv)
 			model = optarg;
 			break;
 		case 'b':
-			r = parse_u32("batch", optarg, 1, 64, &nr);
+			r = parse_u32("batch", optarg, 1, REQUESTS_MAX, &nr);
 			break;
 		case 's':
-			r = parse_u32("steps", optarg, 1, 4096, &steps);
-			break;
-		case 'r':
-			r = parse_u32("rounds", optarg, 1, ROUNDS_MAX, &rounds);
+			r = parse_u32("steps", optarg, 1, STEPS_MAX, &steps);
 			break;
 		case 'j':
 			json = true;
@@ -210,14 +210,14 @@ int kvb_check_cost(int argc, char **argv)
 	if (r)
 		return r;
 	r = side_open(&off, model, "off", nr) || side_open(&batch, model, "batch", nr);
-	/* one round each to warm caches; overwritten by round 0 */
 	if (!r)
-		r = side_round(&off, nr, steps, 0) || side_round(&batch, nr, steps, 0);
-	for (u32 i = 0; !r && i < rounds; i++)
-		r = side_round(i & 1 ? &batch : &off, nr, steps, i) ||
-		    side_round(i & 1 ? &off : &batch, nr, steps, i);
+		r = side_fill(&off, nr, steps) || side_fill(&batch, nr, steps);
+	/* who goes first changes each time */
+	for (u32 i = 0; !r && i < steps; i++)
+		r = side_step(i & 1 ? &batch : &off, nr, i) ||
+		    side_step(i & 1 ? &off : &batch, nr, i);
 	if (!r)
-		report(&off, &batch, rounds, nr, json);
+		report(&off, &batch, steps, nr, json);
 	side_close(&off);
 	side_close(&batch);
 	return r ? 1 : 0;

@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * call.c - arguments for the kernels: the one place that knows dtypes and streams.
+ *
+ * Activations are of mem->act_dtype, dense unless a stride is given. Addresses are handed
+ * on, never looked at.
+ */
+#include "engine/run/internal.h"
+
+/** eng_act_at() - element @index of an array of activations */
+void *eng_act_at(const struct eng_engine *e, const void *base, size_t index)
+{
+	return (char *)(uintptr_t)base + index * eng_act_bytes(e->mem->act_dtype);
+}
+
+/** eng_call_linear() - y = x W^T. Return: 0; -errno of the kernel */
+int eng_call_linear(struct eng_engine *e, const struct eng_linear *l)
+{
+	struct kvk_linear_args a = {
+		.w = *l->w,
+		.x = l->x,
+		.y = l->y,
+		.bias = l->bias,
+		.nr_tokens = l->nr_tokens ? l->nr_tokens : e->step.nr_tokens,
+		.x_dtype = e->mem->act_dtype,
+		.y_dtype = l->y_f32 ? KVK_F32 : e->mem->act_dtype,
+		.nr_batch = l->nr_batch ? l->nr_batch : 1,
+		.accumulate = l->accumulate,
+	};
+
+	return e->ops->linear(&a, e->mem->stream);
+}
+
+/** eng_call_norm() - y = norm(x), or of residual += x. Return: 0; -errno of the kernel */
+int eng_call_norm(struct eng_engine *e, const struct eng_norm *n)
+{
+	struct kvk_norm_args a = {
+		.x = n->x,
+		.residual = n->residual,
+		.weight = n->weight,
+		.y = n->y,
+		.eps = n->eps,
+		.nr_rows = n->nr_rows,
+		.cols = n->cols,
+		.x_stride = n->x_stride ? n->x_stride : n->cols,
+		.y_stride = n->cols,
+		.act_dtype = e->mem->act_dtype,
+	};
+
+	return e->ops->norm(&a, e->mem->stream);
+}
+
+/** eng_call_copy() - columns of activations. Return: 0; -EIO */
+int eng_call_copy(struct eng_engine *e, const struct eng_cols *c)
+{
+	struct eng_copy_args a = {
+		.dst = eng_act_at(e, c->dst, c->dst_at),
+		.src = eng_act_at(e, c->src, c->src_at),
+		.dst_stride = c->dst_stride,
+		.src_stride = c->src_stride,
+		.dst_dtype = e->mem->act_dtype,
+		.src_dtype = e->mem->act_dtype,
+		.nr_rows = c->nr_rows,
+		.cols = c->cols,
+	};
+
+	return e->mem->ops->copy(e->mem, &a);
+}
