@@ -69,12 +69,15 @@ struct kvc_options {
  * struct kvc_info - what kvmd said at HELLO
  * @client_id: id of this session, never reused within a table_epoch
  * @table_epoch: instance of kvmd
+ * @session: counts sessions of this connection from 1; while it stays, so do all leases, also when
+ *	kvmd was restarted and @table_epoch is another
  * @check_mode: KV_CHECK_BATCH, KV_CHECK_OFF or KV_CHECK_STRICT
  * @tenant: tenant that kvmd derived from the socket's credentials
  */
 struct kvc_info {
 	uint64_t client_id;
 	uint64_t table_epoch;
+	uint64_t session;
 	uint32_t check_mode;
 	char tenant[KV_NAME_BYTES];
 };
@@ -279,7 +282,8 @@ KVC_API int kvc_stat(struct kvc_pool *pool, struct kv_stat *ret_stat);
  * struct kvc_event - something kvmd did without being asked
  * @type: KV_MSG_REVOKE, KV_MSG_PRESSURE, KV_MSG_EXTENT_REMOVED or KV_MSG_EPOCH
  * @pool: pool, or NULL
- * @nr: REVOKE: pages at @pages; they are gone, do not free them. PRESSURE: the level
+ * @nr: REVOKE: pages at @pages; they are gone, do not free them. PRESSURE: the level. EPOCH:
+ *	1 = kvmd was restarted and kept all leases, 0 = they are gone
  * @pages: valid during the callback
  */
 struct kvc_event {

@@ -121,6 +121,8 @@ static int core_start(struct kvd *kvd, const struct kvd_config *config, char *er
 		.stall_ns = config->stall_ms * KV_NSEC_PER_MSEC,
 		.idle_shrink_ns = config->idle_shrink_ms * KV_NSEC_PER_MSEC,
 		.test_layouts = kvd->opt.test_layouts,
+		.image = kvd->kept.image,
+		.keep = kvd->kept.image ? &kvd->kept.ops : NULL,
 	};
 	r = kvd_core_init(&kvd->core, &cfg);
 	if (r) {
@@ -138,12 +140,14 @@ static int sockets_open(struct kvd *kvd, char *error)
 
 	r = kvd_listen_open(kvd, &kvd->engine_listen, kvd->opt.socket_path,
 			    SOCK_SEQPACKET, kvd->opt.socket_mode, kvd_conn_accepted,
-			    error);
+			    kvd_kept_listen(kvd, 0), error);
 	if (r)
 		return r;
 	r = kvd_listen_open(kvd, &kvd->admin_listen, kvd->opt.admin_path, SOCK_STREAM,
-			    0600, kvd_admin_accepted, error);
-	if (r)
+			    0600, kvd_admin_accepted, kvd_kept_listen(kvd, 1), error);
+	if (!r)
+		r = kvd_kept_done(kvd);
+	else
 		kvd_listen_close(&kvd->engine_listen);
 	return r;
 }
@@ -172,6 +176,7 @@ static void kvd_prepare(struct kvd *kvd, const struct kvd_options *opt)
 	kvd->signal_fd = kvd->spare_fd = -1;
 	kvd->engine_listen.fd = kvd->admin_listen.fd = -1;
 	kvd->state.dir_fd = kvd->state.lock_fd = -1;
+	kvd->kept.keep.fd = kvd->kept.image_fd = -1;
 	kvd->started_ns = kvd->now_ns = kv_now_ns();
 	kvd->tick_ns = kvd->now_ns + KVD_TICK_NS;
 	kvd->core_next_ns = KVD_CORE_IDLE;
@@ -182,6 +187,30 @@ static void kvd_prepare(struct kvd *kvd, const struct kvd_options *opt)
 	list_init(&kvd->dead);
 	list_init(&kvd->awake);
 	kvd_admin_init(&kvd->admin);
+}
+
+static int doors_open(struct kvd *kvd, char *error)
+{
+	int r = signals_open(kvd);
+
+	if (!r)
+		r = kvd_memory_watch(kvd);
+	if (r)
+		return r;
+	kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+	return sockets_open(kvd, error);
+}
+
+/* The core, on what may have outlived an earlier kvmd. */
+static int core_take(struct kvd *kvd, const struct kvd_config *config, char *error)
+{
+	int r = kvd_kept_start(kvd, error);
+
+	if (!r)
+		r = core_start(kvd, config, error);
+	if (r)
+		kvd_kept_stop(kvd, !kvd->kept.found);
+	return r;
 }
 
 int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
@@ -213,19 +242,15 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	r = kvd->msg_buf ? kvd_loop_create(kvd->opt.force_epoll, &kvd->loop) : -ENOMEM;
 	if (r)
 		goto free_requests;
-	r = core_start(kvd, config, error);
+	r = core_take(kvd, config, error);
 	if (r)
 		goto destroy_loop;
-	r = kvd_policy_apply(kvd, config, error, &deferred);
-	if (r)
-		goto fini_core;
-	r = signals_open(kvd);
+	r = kvd_kept_adopt(kvd, error);
 	if (!r)
-		r = kvd_memory_watch(kvd);
+		r = kvd_policy_apply(kvd, config, error, &deferred);
 	if (r)
 		goto fini_core;
-	kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
-	r = sockets_open(kvd, error);
+	r = doors_open(kvd, error);
 	if (r)
 		goto fini_core;
 	kvd_loop_on_wake(kvd->loop, read_clock, kvd);
@@ -233,8 +258,13 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	free(config);
 	return 0;
 fini_core:
+	/* What was adopted is left as it is, for a kvmd that can serve it: the process
+	 * ends now, and the keeper has everything. */
+	if (kvd->kept.found)
+		goto free_config;
 	kvd_core_fini(&kvd->core);
 	kvd_memory_close(kvd);
+	kvd_kept_stop(kvd, true);
 destroy_loop:
 	kvd_loop_destroy(kvd->loop);
 free_requests:
@@ -282,6 +312,7 @@ static void tick(struct kvd *kvd)
 	kvd->tick_ns = kvd->now_ns + KVD_TICK_NS;
 	kvd_conn_tick(kvd);
 	kvd_policy_sweep(kvd);
+	kvd_kept_tick(kvd);
 	audit_tick(kvd);
 	if (!kvd->core.mm.draining_bytes)
 		kvd->draining_ns = 0;
@@ -440,6 +471,10 @@ void kvd_fini(struct kvd *kvd)
 {
 	struct kvd_conn *conn, *tmp;
 
+	if (kvd->upgrade) { /* the keeper has it all; exec closes the rest */
+		kvd_kept_stop(kvd, false);
+		return;
+	}
 	kvd_inside_remove();
 	kvd_listen_close(&kvd->engine_listen);
 	kvd_listen_close(&kvd->admin_listen);
@@ -450,6 +485,7 @@ void kvd_fini(struct kvd *kvd)
 	 * well. */
 	kvd_core_fini(&kvd->core);
 	kvd_conn_reap_dead(kvd);
+	kvd_kept_stop(kvd, true);
 	kvd_proof_fini(kvd);
 	kvd_loop_del(kvd->loop, &kvd->signal_watch);
 	kvd_memory_close(kvd);

@@ -14,6 +14,7 @@
 #include "kvmd/config.h"
 #include "kvmd/dbg/stats.h"
 #include "kvmd/ipc/admin.h"
+#include "kvmd/ipc/kept.h"
 #include "kvmd/ipc/listen.h"
 #include "kvmd/ipc/loop.h"
 #include "kvmd/ipc/optable.h"
@@ -46,6 +47,7 @@
  * @test_layouts: KV_DTYPE_F32 is allowed
  * @force_epoll: do not use io_uring
  * @ready_fd: gets "ready\n" when serving; -1 none
+ * @keeper: keep state in a keeper; @keeper_die_with: pid it ends with, 0 none
  * @faults: fault points to arm; NULL none, and the admin socket may not arm any
  */
 struct kvd_options {
@@ -65,6 +67,8 @@ struct kvd_options {
 	bool test_layouts;
 	bool force_epoll;
 	int ready_fd;
+	bool keeper;
+	int keeper_die_with;
 	const char *faults;
 };
 
@@ -73,6 +77,7 @@ struct kvd_options {
  * @opt: as started
  * @config: the policy in force; @config_revision counts reloads that applied
  * @state, @env, @gens: what must survive
+ * @kept: what outlives this process
  * @backend: owner
  * @memory: how @backend was chosen, and its start
  * @proof: of the end of dead processes' GPU work
@@ -90,6 +95,7 @@ struct kvd_options {
  * @started_ns, @now_ns, @tick_ns, @core_next_ns: times
  * @last_entry_ns: when the last ring entry was served
  * @spins: spinning is allowed
+ * @upgrade: stop, and leave everything to a new program
  * @draining_ns: since when extents have waited for sessions to unmap them; 0 = none does
  * @pages_freed: a parked ALLOC may succeed now
  * @msg_buf: KV_MSG_BYTES_MAX bytes for receiving
@@ -103,6 +109,7 @@ struct kvd {
 	struct kvd_state state;
 	struct kvd_env env;
 	struct kvd_gen_source gens;
+	struct kvd_kept kept;
 	struct kvd_backend *backend;
 	struct kvd_memory memory;
 	struct kvd_proof proof;
@@ -131,6 +138,7 @@ struct kvd {
 	u64 draining_ns;
 	bool pages_freed;
 	bool stop;
+	bool upgrade;
 	u8 *msg_buf;
 	u64 audit_errors;
 	u64 audit_sweeps;

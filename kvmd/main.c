@@ -29,6 +29,8 @@ static const char usage_text[] =
 	"      --socket PATH        engine socket [" KVMD_SOCKET_DEFAULT "]\n"
 	"      --admin-socket PATH  kvmctl's socket [" KVMD_ADMIN_SOCKET_DEFAULT "]\n"
 	"      --state-dir DIR      counters that survive a restart [/var/lib/kvmd]\n"
+	"      --keeper             state outlives kill -9: in a keeper process [on]\n"
+	"      --no-keeper          it does not [with --private]\n"
 	"      --private DIR        all of it in DIR, for the caller's uid only\n"
 	"      --backend NAME       auto, host or cuda: where page memory comes from; auto\n"
 	"                           takes the GPU if there is one and host memory is not\n"
@@ -68,6 +70,8 @@ enum opt_id {
 	OPT_READY_FD,
 	OPT_DIE,
 	OPT_FOREGROUND,
+	OPT_KEEPER,
+	OPT_NO_KEEPER,
 	OPT_VERSION,
 };
 
@@ -90,11 +94,15 @@ static const struct option long_options[] = {
 	{"ready-fd", required_argument, NULL, OPT_READY_FD},
 	{"die-with-parent", no_argument, NULL, OPT_DIE},
 	{"foreground", no_argument, NULL, OPT_FOREGROUND},
+	{"keeper", no_argument, NULL, OPT_KEEPER},
+	{"no-keeper", no_argument, NULL, OPT_NO_KEEPER},
 	{"verbose", no_argument, NULL, 'v'},
 	{"version", no_argument, NULL, OPT_VERSION},
 	{"help", no_argument, NULL, 'h'},
 	{NULL, 0, NULL, 0},
 };
+
+static char upgrade_path[1024]; /* where we were started from */
 
 struct cmdline {
 	struct kvd_options opt;
@@ -102,6 +110,7 @@ struct cmdline {
 	const char *explicit_path; /* an option that --private excludes */
 	bool die_with_parent;
 	bool verbose;
+	int keeper; /* -1: as --private says */
 };
 
 static int bad(const char *option, const char *value, const char *why)
@@ -247,6 +256,12 @@ static int parse_args(struct cmdline *cmd, int argc, char **argv)
 		case OPT_DIE:
 			cmd->die_with_parent = true;
 			break;
+		case OPT_KEEPER:
+			cmd->keeper = 1;
+			break;
+		case OPT_NO_KEEPER:
+			cmd->keeper = 0;
+			break;
 		case OPT_FOREGROUND:
 			break;
 		case 'v':
@@ -297,6 +312,23 @@ static int die_with_parent(pid_t parent)
 	return getppid() == parent ? 0 : -ECHILD;
 }
 
+/* The program that is at the path now takes over what the keeper holds. --ready-fd was for
+ * the first start. */
+static int exec_again(char **argv)
+{
+	char **out = argv;
+
+	for (char **in = argv; *in; in++) {
+		if (!strcmp(*in, "--ready-fd") && in[1])
+			in++;
+		else if (strncmp(*in, "--ready-fd=", 11))
+			*out++ = *in;
+	}
+	*out = NULL;
+	execv(upgrade_path, argv);
+	return -errno;
+}
+
 /* An extent is a descriptor, and so is much of a session. */
 static void raise_nofile(void)
 {
@@ -314,11 +346,15 @@ int main(int argc, char **argv)
 	static struct kvd kvd;
 	struct cmdline cmd = {
 		.opt = {.check = -1, .ready_fd = -1, .socket_mode = 0666},
+		.keeper = -1,
 	};
 	char error[KVD_CONFIG_ERROR_BYTES];
 	pid_t parent = getppid();
+	ssize_t n;
 	int r;
 
+	if (argc == 4 && !strcmp(argv[1], "--keeper-process"))
+		return kvd_keeper_main(atoi(argv[2]), atoi(argv[3]));
 	strcpy(cmd.opt.socket_path, KVMD_SOCKET_DEFAULT);
 	strcpy(cmd.opt.admin_path, KVMD_ADMIN_SOCKET_DEFAULT);
 	strcpy(cmd.opt.state_dir, "/var/lib/kvmd");
@@ -338,6 +374,10 @@ int main(int argc, char **argv)
 		fprintf(stderr, "kvmd: the parent is gone\n");
 		return 1;
 	}
+	n = readlink("/proc/self/exe", upgrade_path, sizeof(upgrade_path) - 1);
+	upgrade_path[n > 0 ? n : 0] = 0;
+	cmd.opt.keeper = cmd.keeper < 0 ? !cmd.private_dir : cmd.keeper;
+	cmd.opt.keeper_die_with = cmd.die_with_parent ? parent : 0;
 	raise_nofile();
 	r = kvd_init(&kvd, &cmd.opt, error);
 	if (r) {
@@ -346,6 +386,8 @@ int main(int argc, char **argv)
 	}
 	r = kvd_run(&kvd);
 	kvd_fini(&kvd);
+	if (!r && kvd.upgrade)
+		r = exec_again(argv);
 	if (r)
 		fprintf(stderr, "kvmd: event loop: %s\n", strerror(-r));
 	return r ? 1 : 0;

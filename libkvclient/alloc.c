@@ -35,17 +35,36 @@ static __thread struct {
 /* ---------------------------------------------------------------------------- magazines
  */
 
-static bool mag_pop(struct kvc_link *link, u32 index, u32 *cursor, struct kv_grant *ret)
+/* Entered before it is taken: nobody may see it taken and not entered (ledger.c). */
+static bool slot_pop(struct kvc_pool *pool, struct kv_mag_slot *slot,
+		     struct kv_grant *ret)
+{
+	u64 word = kv_load_acquire64(&slot->word), tag;
+
+	if (!(word & KV_MAG_STOCKED))
+		return false;
+	tag = kv_load_relaxed64(&slot->tag);
+	kvc_hold(pool, KV_MAG_PFN(word), tag);
+	if (!kv_cas64(&slot->word, word, 0)) {
+		kvc_unhold(pool, KV_MAG_PFN(word), tag);
+		return false;
+	}
+	ret->pfn = KV_MAG_PFN(word);
+	ret->tag = tag;
+	ret->flags = word & KV_MAG_DIRTY ? KV_GRANT_DIRTY : 0;
+	return true;
+}
+
+static bool mag_pop(struct kvc_pool *pool, struct kvc_link *link, u32 index, u32 *cursor,
+		    struct kv_grant *ret)
 {
 	struct kv_mag_slot *slots = link->session->magazines[index].slots;
 
 	for (u32 i = 0; i < KV_MAGAZINE_SLOTS; i++) {
 		u32 at = (*cursor + i) % KV_MAGAZINE_SLOTS;
-		int dirty;
 
-		if (!kv_mag_pop(&slots[at], &ret->pfn, &ret->tag, &dirty))
+		if (!slot_pop(pool, &slots[at], ret))
 			continue;
-		ret->flags = dirty ? KV_GRANT_DIRTY : 0;
 		*cursor = at + 1;
 		return true;
 	}
@@ -69,7 +88,7 @@ int kvc_mag_drain(struct kvc_pool *pool, struct kvc_link *link, struct kv_grant 
 		if (__atomic_load_n(&link->mags[i].pool_serial, __ATOMIC_ACQUIRE) !=
 		    pool->serial)
 			continue;
-		while (nr < max && mag_pop(link, i, &cursor, &ret[nr]))
+		while (nr < max && mag_pop(pool, link, i, &cursor, &ret[nr]))
 			nr++;
 	}
 	return (int)nr;
@@ -89,7 +108,7 @@ static bool mag_rededicate(struct kvc_pool *pool, struct kvc_link *link, u32 ind
 	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
 		if (!c->pools[i] || c->pools[i]->serial != m->pool_serial)
 			continue;
-		while (mag_pop(link, index, &cursor, &g))
+		while (mag_pop(c->pools[i], link, index, &cursor, &g))
 			if (kvc_ret_add(c->pools[i], &g, 1))
 				return false;
 	}
@@ -192,7 +211,7 @@ static bool mag_alloc(struct kvc_pool *pool, u32 gfp, struct kv_grant *ret_page)
 	if (index < 0)
 		return false;
 	m = &link->mags[index];
-	got = mag_pop(link, (u32)index, &m->cursor, ret_page);
+	got = mag_pop(pool, link, (u32)index, &m->cursor, ret_page);
 	if (got)
 		m->popped++;
 	left = got ? kv_load_relaxed32(&m->stocked) - m->popped : 0;
@@ -218,6 +237,19 @@ static bool mag_alloc(struct kvc_pool *pool, u32 gfp, struct kv_grant *ret_page)
 	}
 	mag_refill(pool, (u32)index, left, gfp);
 	return got;
+}
+
+/** kvc_mags_resume() - the same session page on a new link: its magazines go on. Refills
+ * under way were lost with the old link */
+void kvc_mags_resume(struct kvc_link *link, const struct kvc_link *old)
+{
+	for (u32 i = 0; i < KV_MAGAZINES; i++) {
+		link->mags[i] = old->mags[i];
+		link->mags[i].refilling = 0;
+		link->mags[i].pause = 0;
+		if (link->mags[i].pool_serial == MAG_UNUSABLE)
+			link->mags[i] = (struct kvc_mag){.refill_nr = 8};
+	}
 }
 
 static void thread_exit(struct kvc *c, void *thread_serial)
@@ -253,7 +285,7 @@ void kvc_mag_forget_pool_locked(struct kvc_pool *pool)
 			continue;
 		if (!link->dead)
 			kvc_ring_reap(link);
-		while (mag_pop(link, i, &cursor, &g))
+		while (mag_pop(pool, link, i, &cursor, &g))
 			continue;
 		__atomic_store_n(&m->pool_serial,
 				 kv_load_acquire32(&m->refilling) ? MAG_UNUSABLE : 0,

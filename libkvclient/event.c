@@ -104,6 +104,9 @@ static struct kvc_pool *find_pool(struct kvc *c, u32 pool_id)
 	for (u32 i = 0; i < KV_POOLS_MAX; i++)
 		if (c->pools[i] && c->pools[i]->opened && c->pools[i]->pool_id == pool_id)
 			return c->pools[i];
+	/* Being opened: not in its slot yet. */
+	if (c->attaching && c->attaching->pool_id == pool_id)
+		return c->attaching;
 	return NULL;
 }
 
@@ -142,6 +145,7 @@ static int handle_extents(struct kvc *c, struct kvc_msg_in *in)
 
 static int handle_revoke(struct kvc *c, const struct kv_msg_revoke *m)
 {
+	const struct kv_page_ref *refs;
 	struct kvc_pool *pool;
 
 	if (m->msg.size_bytes < sizeof(*m) || m->nr > KV_BATCH_MAX ||
@@ -150,6 +154,9 @@ static int handle_revoke(struct kvc *c, const struct kv_msg_revoke *m)
 	pool = find_pool(c, m->pool_id);
 	if (!pool)
 		return 0;
+	refs = (const void *)(m + 1);
+	for (u32 i = 0; i < m->nr; i++)
+		kvc_ledger_revoked(pool, refs[i].pfn, refs[i].tag);
 	return kvc_event_queue_locked(c, KV_MSG_REVOKE, pool, m->nr,
 				      (const void *)(m + 1));
 }
@@ -169,6 +176,9 @@ int kvc_msg_handle_locked(struct kvc *c, struct kvc_msg_in *in)
 		return handle_extents(c, in);
 	case KV_MSG_REVOKE:
 		return handle_revoke(c, &in->revoke);
+	case KV_MSG_LEASES:
+		return kvc_ledger_leases(c, find_pool(c, in->leases.pool_id),
+					 &in->leases);
 	case KV_MSG_PRESSURE:
 		if (in->msg.size_bytes < sizeof(in->pressure))
 			return kvc_fail(-EPROTO, "pressure: %u bytes",

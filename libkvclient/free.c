@@ -156,8 +156,10 @@ void kvc_ret_post(struct kvc_pool *pool, struct kvc_link *link)
 
 	while (!link->dead && (nr = take_ready(pool, KVC_FREE_BATCH, refs)) > 0) {
 		req = free_req(pool, refs, nr);
-		if (!kvc_ring_post(link, &req, KVC_FREE_ASYNC))
+		if (!kvc_ring_post(link, &req, KVC_FREE_ASYNC)) {
+			kvc_ledger_freeing(&req);
 			continue;
+		}
 		put_back(pool, refs, nr);
 		return;
 	}
@@ -168,6 +170,7 @@ void kvc_ret_clear(struct kvc_pool *pool)
 {
 	pthread_mutex_lock(&pool->lock);
 	pool->ret_nr = 0;
+	kvc_ledger_clear(pool);
 	pthread_mutex_unlock(&pool->lock);
 }
 

@@ -83,6 +83,7 @@ struct kvc_req {
 	void (*fill)(void *arg, const struct kvc_req *req);
 	const void *src;
 	void *ret;
+	bool again; /* sent before, to a kvmd that went */
 	u32 ret_nr;
 	u64 ret_a;
 	bool sent;
@@ -179,6 +180,8 @@ struct kvc_table {
 /**
  * struct kvc_link - one connection to one instance of kvmd
  * @users: calls that use the ring; atomic
+ * @resumed: kvmd took the session up again: same client_id, session page, leases
+ * @session_serial: @serial of the session's first link
  * @dead: the socket is gone; set once, under kvc.lock, read anywhere
  * @tables: by pool slot; a NULL map = pool not open on this link
  * @grace_table: a table whose grace_epoch steps announce; NULL = no pool open
@@ -193,6 +196,8 @@ struct kvc_link {
 	char tenant[KV_NAME_BYTES];
 	u8 cookie[KV_COOKIE_BYTES];
 	int sock;
+	bool resumed;
+	u64 session_serial;
 	u32 users;
 	u32 dead;
 	bool gone; /* ring and tables are unmapped; only the session page is left */
@@ -249,6 +254,9 @@ struct kvc {
 	struct list_node events;
 	u32 nr_events;
 	u32 deferred; /* something waits for a retire */
+	struct kvc_pool *attaching;
+	u32 known[KV_POOLS_MAX]; /* pools kvmd has open for a session it took up */
+	u32 nr_known;
 	struct kvc_msg_in *msg;
 	/* steps; no lock */
 	u32 slot_mask;
@@ -292,6 +300,7 @@ struct kvc_msg_in {
 		struct kv_msg_revoke revoke;
 		struct kv_msg_pressure pressure;
 		struct kv_msg_epoch epoch;
+		struct kv_msg_leases leases;
 		struct kv_msg_error error;
 		u64 words[KV_MSG_BYTES_MAX / 8];
 	};
@@ -327,6 +336,7 @@ enum kvc_extent_state {
  * struct kvc_extent - one extent of a pool; changed under kvc.lock
  * @state: enum kvc_extent_state; read without lock (acquire)
  * @ack: removal was asked for by kvmd, which waits for UNMAPPED; else its link is gone
+ * @seen: named by a kvmd that took the session up again
  * @serial: of what is mapped
  * @fence: last step that had begun when removal was asked for
  * @fd: received, not mapped yet (mapping failed, or an older extent is still in use); -1
@@ -335,6 +345,7 @@ enum kvc_extent_state {
 struct kvc_extent {
 	u32 state;
 	bool ack;
+	bool seen;
 	int fd;
 	u64 serial;
 	u64 fence;
@@ -370,6 +381,10 @@ struct kvc_pool {
 	size_t va_bytes;
 	u32 nr_extents;
 	struct kvc_extent *extents;
+	/* what the application holds: ledger.c */
+	u64 *ledger, *ledger_tags;
+	struct kv_lease *leases; /* kvmd's side, while it arrives */
+	bool leases_due;
 	/* return list: a ring of ret_max entries, oldest first */
 	pthread_mutex_t lock;
 	struct kvc_ret *ret;
@@ -389,6 +404,7 @@ void kvc_pool_free_memory(struct kvc_pool *pool);
 int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns);
 int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in);
 int kvc_extents_removed_locked(struct kvc_pool *pool, const struct kv_msg_extents *m);
+void kvc_extents_sweep_locked(struct kvc_pool *pool);
 void kvc_extents_orphan_locked(struct kvc_pool *pool);
 void kvc_extents_run_locked(struct kvc_pool *pool);
 int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,
@@ -405,10 +421,27 @@ int kvc_gpu_unreserve(struct kvc_gpu *gpu, u8 *base, size_t bytes);
 int kvc_gpu_map(struct kvc_gpu *gpu, int fd, u8 *addr, size_t bytes);
 int kvc_gpu_unmap(struct kvc_gpu *gpu, u8 *addr, size_t bytes);
 
+/* ----------------------------------------------------------------------------- ledger.c
+ */
+
+int kvc_ledger_init(struct kvc_pool *pool);
+void kvc_hold(struct kvc_pool *pool, u32 pfn, u64 tag);
+void kvc_unhold(struct kvc_pool *pool, u32 pfn, u64 tag);
+void kvc_ledger_revoked(struct kvc_pool *pool, u32 pfn, u64 tag);
+void kvc_ledger_clear(struct kvc_pool *pool);
+void kvc_ledger_answered(const struct kvc_req *req);
+void kvc_ledger_freeing(const struct kvc_req *req);
+void kvc_ledger_not_freed(const struct kvc_req *req);
+int kvc_ledger_leases(struct kvc *c, struct kvc_pool *pool,
+		      const struct kv_msg_leases *m);
+
+int kvc_leases_wait_locked(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns);
+
 /* ------------------------------------------------------------------------------ alloc.c
  */
 
 void kvc_thread_exit(void *thread_serial);
+void kvc_mags_resume(struct kvc_link *link, const struct kvc_link *old);
 void kvc_mag_forget_pool_locked(struct kvc_pool *pool);
 int kvc_mag_drain(struct kvc_pool *pool, struct kvc_link *link, struct kv_grant *ret,
 		  u32 max);

@@ -130,6 +130,23 @@ void kvc_extents_run_locked(struct kvc_pool *pool)
 			kv_store_relaxed32(&pool->c->deferred, 1);
 }
 
+/* Goes like a removed one, without UNMAPPED. */
+static void orphan(struct kvc_pool *pool, struct kvc_extent *e)
+{
+	e->ack = false;
+	e->fence = __atomic_load_n(&pool->c->step_number, __ATOMIC_SEQ_CST);
+	kv_store_release32(&e->state, KVC_EXTENT_REMOVING);
+}
+
+/** kvc_extents_sweep_locked() - kvmd has named all that it has: the rest is gone */
+void kvc_extents_sweep_locked(struct kvc_pool *pool)
+{
+	for (u32 i = 0; i < pool->nr_extents; i++)
+		if (pool->extents[i].state == KVC_EXTENT_MAPPED && !pool->extents[i].seen)
+			orphan(pool, &pool->extents[i]);
+	kvc_extents_run_locked(pool);
+}
+
 /**
  * kvc_extents_added_locked() - EXTENT_ADDED: map what is new
  * @in: the message; descriptors that are kept are replaced by -1
@@ -153,9 +170,12 @@ int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in)
 			return kvc_fail(-EPROTO, "extent_added.index=%u: pool has %u",
 					index, pool->nr_extents);
 		e = &pool->extents[index];
+		e->seen = true;
 		if (e->state == KVC_EXTENT_MAPPED && e->serial == m->extents[i].serial &&
 		    !KV_MUTANT(duplicate_is_new))
 			continue; /* a second descriptor of the same memory (cases O12) */
+		if (e->state == KVC_EXTENT_MAPPED && pool->leases_due)
+			orphan(pool, e); /* the pool was made anew */
 		if (e->state == KVC_EXTENT_MAPPED ||
 		    (e->state != KVC_EXTENT_NONE && e->ack))
 			return kvc_fail(-EPROTO, "extent %u was reused before UNMAPPED",
@@ -199,6 +219,11 @@ int kvc_extents_removed_locked(struct kvc_pool *pool, const struct kv_msg_extent
 			e->serial = serial;
 			e->ack = true;
 			kv_store_release32(&e->state, KVC_EXTENT_UNACKED);
+		} else if (pool->c->link->resumed && e->serial == serial) {
+			/* Asked again by the next kvmd; it may not have heard us. */
+			e->ack = true;
+			if (e->state == KVC_EXTENT_NONE)
+				kv_store_release32(&e->state, KVC_EXTENT_UNACKED);
 		} else {
 			return kvc_fail(-EPROTO, "extent_removed: index %u serial %llu",
 					index, (unsigned long long)serial);
@@ -332,6 +357,8 @@ static int reserve(struct kvc_pool *pool)
 		return kvc_fail(-ENOMEM, "out of memory");
 	for (u32 i = 0; i < pool->nr_extents; i++)
 		pool->extents[i].fd = -1;
+	if (kvc_ledger_init(pool))
+		return -ENOMEM;
 	if (pool->gpu)
 		return kvc_gpu_reserve(pool->gpu, pool->va_bytes, &pool->base);
 	pool->base = mmap(NULL, pool->va_bytes, PROT_NONE,
@@ -460,7 +487,9 @@ int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 dea
 		if (in->msg.type == KV_MSG_POOL_REPLY && in->msg.sequence == sequence) {
 			r = take_reply(pool, link, in);
 			kvc_msg_close_fds(in);
-			return r;
+			return !r && link->resumed
+				       ? kvc_leases_wait_locked(pool, link, deadline_ns)
+				       : r;
 		}
 		/* the reply to an open that timed out may well be for the same pool */
 		if (in->msg.type != KV_MSG_POOL_REPLY)
@@ -480,6 +509,9 @@ void kvc_pool_free_memory(struct kvc_pool *pool)
 		return;
 	for (u32 i = 0; i < KV_ANNOUNCE_SLOTS; i++)
 		free(pool->stamps[i]);
+	free(pool->ledger);
+	free(pool->ledger_tags);
+	free(pool->leases);
 	free(pool->ret);
 	free(pool->mirror);
 	free(pool->mirror_block);

@@ -45,6 +45,8 @@ static int send_hello(struct kvc *c, int sock, u64 deadline_ns)
 	};
 
 	memcpy(hello.client_name, c->client_name, sizeof(hello.client_name));
+	if (c->link) /* the session to take up, if kvmd still has it */
+		memcpy(hello.cookie, c->link->cookie, sizeof(hello.cookie));
 	return kvc_sock_send(sock, &hello, sizeof(hello), deadline_ns);
 }
 
@@ -105,6 +107,10 @@ static int take_reply(struct kvc_link *link, struct kvc_msg_in *in)
 	link->client_id = h->client_id;
 	link->table_epoch = h->table_epoch;
 	link->flags = h->flags;
+	link->resumed = (h->flags & KV_HELLO_RESUMED) && link->c->link &&
+			link->c->link->client_id == h->client_id;
+	link->session_serial =
+		link->resumed ? link->c->link->session_serial : link->serial;
 	memcpy(link->tenant, h->tenant, sizeof(link->tenant));
 	link->tenant[sizeof(link->tenant) - 1] = 0;
 	memcpy(link->cookie, h->cookie, sizeof(link->cookie));
@@ -356,6 +362,7 @@ void kvc_close(struct kvc *c)
 		}
 	} else {
 		pthread_mutex_lock(&c->lock);
+		kv_store_release64(&c->link->session->closed, 1);
 		for (u32 i = 0; i < KV_POOLS_MAX; i++)
 			if (c->pools[i])
 				kvc_pool_destroy_locked(c->pools[i]);
@@ -375,6 +382,7 @@ void kvc_info(struct kvc *c, struct kvc_info *ret_info)
 	memset(ret_info, 0, sizeof(*ret_info));
 	ret_info->client_id = link->client_id;
 	ret_info->table_epoch = link->table_epoch;
+	ret_info->session = link->session_serial;
 	ret_info->check_mode = link->flags & KV_HELLO_CHECK_MASK;
 	memcpy(ret_info->tenant, link->tenant, sizeof(ret_info->tenant));
 }

@@ -48,6 +48,8 @@ static void fill_seal(void *arg, const struct kvc_req *req)
 		memcpy(head->parent_key, seal->parent_key, KV_KEY_BYTES);
 	else
 		head->flags = KV_SEAL_ROOT;
+	if (req->again)
+		head->flags |= KV_SEAL_AGAIN;
 	for (u32 i = 0; i < req->nr; i++)
 		pages[i] = (struct kv_seal_page){.pfn = seal->pages[i].pfn,
 						 .crc32c = seal->crc32c[i],

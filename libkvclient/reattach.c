@@ -4,10 +4,12 @@
  *
  * There is no thread that watches the connection: a call that finds it dead connects
  * again, until its deadline. The new session opens the same pools at the same addresses.
- * Leases of the old session are gone with it (taking them up again needs kvmd's keeper):
- * FREE, SEAL, PIN on them answer KV_STALE, because generations never repeat; steps that
- * had begun end normally on the old tables and the old memory, which both stay until they
- * retire; the engine is told by a KV_MSG_EPOCH event.
+ * HELLO carries the session's cookie. A kvmd that adopted the session answers with the
+ * same client id and session page, and says what it knows of its leases (ledger.c):
+ * leases, magazines and the return list go on. Else the leases are gone with the old
+ * session: FREE, SEAL, PIN on them answer KV_STALE, because generations never repeat.
+ * Either way steps that had begun end normally on the old tables and the old memory,
+ * which both stay until they retire; the engine is told by a KV_MSG_EPOCH event.
  *
  * Between the loss and the reconnect steps go on: what they check against cannot change.
  *
@@ -17,6 +19,7 @@
 #include "internal.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <string.h>
 
 #define RETRY_NS (5 * KV_NSEC_PER_MSEC)
@@ -62,16 +65,56 @@ void kvc_links_collect_locked(struct kvc *c, bool all)
 	}
 }
 
+/* Calls on the old link have ended in -ECONNRESET or are about to: what they were given is
+ * in the ledger then. */
+static int users_gone(struct kvc_link *old, u64 deadline_ns)
+{
+	while (__atomic_load_n(&old->users, __ATOMIC_ACQUIRE)) {
+		if (kv_now_ns() >= deadline_ns)
+			return -ETIMEDOUT;
+		sched_yield();
+	}
+	return 0;
+}
+
+/* Pools of a session taken up that were closed while kvmd was away. */
+static void close_known(struct kvc *c, struct kvc_link *link)
+{
+	for (u32 k = 0; k < c->nr_known && !link->dead; k++) {
+		struct kv_msg_pool_close m = {.msg = {.magic = KV_MSG_MAGIC,
+						      .type = KV_MSG_POOL_CLOSE,
+						      .size_bytes = sizeof(m)},
+					      .pool_id = c->known[k]};
+		bool open = false;
+
+		for (u32 i = 0; i < KV_POOLS_MAX; i++)
+			open |= c->pools[i] && c->pools[i]->opened &&
+				c->pools[i]->pool_id == c->known[k];
+		if (!open)
+			kvc_sock_send(link->sock, &m, sizeof(m), 0);
+	}
+	c->nr_known = 0;
+}
+
 /* Make @link the current one and open the pools on it. Return: 0; -ECONNRESET lost again.
  */
 static int adopt(struct kvc *c, struct kvc_link *link, u64 deadline_ns)
 {
+	if (link->resumed && users_gone(c->link, deadline_ns)) {
+		kvc_link_destroy(link);
+		return -ETIMEDOUT;
+	}
+	if (link->resumed)
+		kvc_mags_resume(link, c->link);
+	c->nr_known = 0;
 	link->older = c->link;
 	__atomic_store_n(&c->link, link, __ATOMIC_SEQ_CST);
 	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
 		if (!c->pools[i])
 			continue;
 		c->pools[i]->opened = false;
+		if (link->resumed)
+			continue;
 		kvc_ret_clear(c->pools[i]);
 		kvc_extents_orphan_locked(c->pools[i]);
 	}
@@ -92,9 +135,11 @@ static int adopt(struct kvc *c, struct kvc_link *link, u64 deadline_ns)
 			kvc_log(c, KVC_LOG_ERR, "pool %u is lost: %s", pool->pool_id,
 				kvc_strerror(c));
 	}
-	kvc_event_queue_locked(c, KV_MSG_EPOCH, NULL, 0, NULL);
-	kvc_log(c, KVC_LOG_INFO, "connected again, table_epoch %llu",
-		(unsigned long long)link->table_epoch);
+	close_known(c, link);
+	kvc_event_queue_locked(c, KV_MSG_EPOCH, NULL, link->resumed, NULL);
+	kvc_log(c, KVC_LOG_INFO, "connected again, table_epoch %llu, %s",
+		(unsigned long long)link->table_epoch,
+		link->resumed ? "session taken up" : "new session");
 	kvc_links_collect_locked(c, false);
 	return 0;
 }
@@ -159,11 +204,29 @@ static void mark_dead(struct kvc_link *link, int error)
 	pthread_mutex_unlock(&link->c->lock);
 }
 
+/* One try; the ledger follows while the link counts us as a user. */
+static int call_on(struct kvc_link *link, struct kvc_req *req, u64 deadline_ns)
+{
+	bool freeing = req->opcode == KV_OP_FREE && !req->sent;
+	int r;
+
+	if (freeing)
+		kvc_ledger_freeing(req);
+	r = kvc_ring_call(link, req, deadline_ns);
+	if (freeing && !req->sent)
+		kvc_ledger_not_freed(req);
+	if (!r)
+		kvc_ledger_answered(req);
+	return r;
+}
+
 /**
  * kvc_call() - a request and its answer, over as many connections as it takes
  *
- * A request that was under way when kvmd went is sent again to the next one: what it
- *named is gone there, so that doing it twice is not possible.
+ * A request that was under way when kvmd went is sent again to the next one. In a new
+ * session what it named is gone, so that doing it twice is not possible. In one that was
+ * taken up, what it brought was given back before (ledger.c), a FREE is done by that, and
+ * SEAL says that it comes again.
  *
  * Context: no lock held; waits up to the deadline.
  * Return: the request's answer; -ETIMEDOUT; -EPROTO; -ESHUTDOWN the pool was lost in a
@@ -171,6 +234,8 @@ static void mark_dead(struct kvc_link *link, int error)
  */
 int kvc_call(struct kvc *c, struct kvc_req *req, u64 deadline_ns)
 {
+	u64 sent_in = 0;
+
 	for (;;) {
 		struct kvc_link *link;
 		int r, error;
@@ -182,12 +247,18 @@ int kvc_call(struct kvc *c, struct kvc_req *req, u64 deadline_ns)
 			return r;
 		if (req->pool && req->pool->broken)
 			r = kvc_fail(-ESHUTDOWN, "the pool was lost when kvmd restarted");
+		else if (req->opcode == KV_OP_FREE && req->sent &&
+			 sent_in == link->session_serial && !KV_MUTANT(free_sent_again))
+			r = 0;
 		else
-			r = kvc_ring_call(link, req, deadline_ns);
+			r = call_on(link, req, deadline_ns);
+		sent_in = link->session_serial;
+		req->again = true;
 		error = link->ring.error;
+		/* First: whoever attaches again waits for the users of this link. */
+		kvc_link_put(link);
 		if (error)
 			mark_dead(link, error);
-		kvc_link_put(link);
 		if (r == -ECONNRESET && kv_now_ns() < deadline_ns)
 			continue;
 		if (r == -ECONNRESET || r == -ETIMEDOUT)

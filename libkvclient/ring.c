@@ -134,6 +134,7 @@ static void give_back_locked(struct kvc_ring *ring, struct kvc_slot *slot)
 		struct kv_grant g;
 
 		memcpy(&g, ret + (i + 1) * unit - sizeof(g), sizeof(g));
+		kvc_hold(slot->pool, g.pfn, g.tag);
 		if (kvc_ret_add(slot->pool, &g, 1))
 			kvc_log(slot->pool->c, KVC_LOG_ERR,
 				"pfn %u of a late answer is lost", g.pfn);

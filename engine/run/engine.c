@@ -274,24 +274,29 @@ void eng_session_lost(struct eng_engine *e)
 /**
  * eng_session_look() - is this still the session that leases and mirror are of?
  *
- * Any call may have connected again. The new table's words may be lower than those the
- * mirror holds, which would let leases of the old session pass: the mirror starts anew.
+ * Any call may have connected again. A new table has a new log, and its words may be lower
+ * than those the mirror holds, which would let leases of the old session pass: the mirror
+ * starts anew. Leases are gone only if kvmd could not take the session up again.
  *
  * Return: true: it is; false: it was another one, which is taken note of.
  */
 bool eng_session_look(struct eng_engine *e)
 {
 	struct kvc_info now;
+	bool same;
 
 	kvc_info(e->kvc, &now);
-	if (now.client_id == e->session.client_id &&
+	if (now.session == e->session.session &&
 	    now.table_epoch == e->session.table_epoch)
 		return true;
+	same = now.session == e->session.session;
 	if (now.check_mode != e->session.check_mode)
 		eng_graphs_drop(e);
 	e->session = now;
 	if (eng_mirror_reset(e))
 		e->lost = true;
+	else if (same)
+		return true;
 	eng_session_lost(e);
 	return false;
 }

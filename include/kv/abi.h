@@ -87,7 +87,8 @@ KV_ABI_FIELD(kv_seal_arg, parent_key, 0, 16);
 KV_ABI_FIELD(kv_seal_arg, flags, 16, 4);
 KV_ABI_FIELD(kv_seal_arg, reserved, 20, 12);
 
-#define KV_SEAL_ROOT 0x01u
+#define KV_SEAL_ROOT  0x01u
+#define KV_SEAL_AGAIN 0x02u /* sent again after kvmd went: pages sealed already stay so */
 
 struct kv_seal_page {
 	uint32_t pfn;
@@ -202,6 +203,7 @@ enum kv_msg_type {
 	KV_MSG_PRESSURE = 9,	  /* event: kv_msg_pressure */
 	KV_MSG_EPOCH = 10,	  /* event: kv_msg_epoch: attach again */
 	KV_MSG_ERROR = 11,	  /* kv_msg_error, then the connection closes */
+	KV_MSG_LEASES = 12,	  /* kv_msg_leases + kv_lease[nr]: what a resumed session holds */
 	KV_MSG_NR
 };
 
@@ -273,6 +275,7 @@ KV_ABI_FIELD(kv_msg_hello_reply, error, 136, 128);
 #define KV_CHECK_OFF	    1u
 #define KV_CHECK_STRICT	    2u
 #define KV_HELLO_SPIN	    0x04u /* kvmd spins after work: the client may spin too */
+#define KV_HELLO_RESUMED    0x08u /* HELLO's session was taken up: same client_id and page */
 
 struct kv_msg_pool_open {
 	struct kv_msg msg;
@@ -352,6 +355,41 @@ struct kv_msg_pressure {
 KV_ABI_SIZE(kv_msg_pressure, 24);
 KV_ABI_FIELD(kv_msg_pressure, pool_id, 16, 4);
 KV_ABI_FIELD(kv_msg_pressure, level, 20, 4);
+
+/*
+ * LEASES: sent on a resumed session only. After HELLO_REPLY once per pool that the session has
+ * open (KV_LEASES_OPEN, nr 0; one that the client does not open again it closes); after each
+ * POOL_REPLY and its EXTENT_ADDED all that kvmd knows, up to the one with KV_LEASES_LAST.
+ */
+struct kv_msg_leases {
+	struct kv_msg msg;
+	uint32_t pool_id;
+	uint32_t nr; /* kv_lease[nr] follow; <= KV_BATCH_MAX */
+	uint32_t flags; /* KV_LEASES_* */
+	uint32_t reserved;
+};
+KV_ABI_SIZE(kv_msg_leases, 32);
+KV_ABI_FIELD(kv_msg_leases, pool_id, 16, 4);
+KV_ABI_FIELD(kv_msg_leases, nr, 20, 4);
+KV_ABI_FIELD(kv_msg_leases, flags, 24, 4);
+KV_ABI_FIELD(kv_msg_leases, reserved, 28, 4);
+
+#define KV_LEASES_OPEN 0x01u
+#define KV_LEASES_LAST 0x02u
+
+struct kv_lease {
+	uint32_t pfn;
+	uint16_t refs;
+	uint16_t flags; /* KV_LEASE_* */
+	uint64_t tag;
+};
+KV_ABI_SIZE(kv_lease, 16);
+KV_ABI_FIELD(kv_lease, pfn, 0, 4);
+KV_ABI_FIELD(kv_lease, refs, 4, 2);
+KV_ABI_FIELD(kv_lease, flags, 6, 2);
+KV_ABI_FIELD(kv_lease, tag, 8, 8);
+
+#define KV_LEASE_STOCKED 0x01u /* in a magazine of the session page, or just popped */
 
 struct kv_msg_epoch {
 	struct kv_msg msg;

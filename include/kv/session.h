@@ -71,6 +71,7 @@ KV_ABI_FIELD(kv_line64, pad, 8, 56);
  * struct kv_session_page - announce slots and magazines
  * @magic: KV_SESSION_MAGIC; constant
  * @client_id: constant
+ * @closed: written by client: 1 = it closed the session, perhaps while no kvmd heard it
  * @table_epoch: written by kvmd, read by client: the instance whose tables are valid; 0 = the
  *	session has ended, no step may start
  * @wake: written by kvmd: 1 while it waits for a slot to go IDLE; a retiring client that reads
@@ -81,7 +82,8 @@ KV_ABI_FIELD(kv_line64, pad, 8, 56);
 struct kv_session_page {
 	uint64_t magic;
 	uint64_t client_id;
-	uint64_t pad0[6];
+	uint64_t closed;
+	uint64_t pad0[5];
 	struct kv_line64 table_epoch;
 	struct kv_line64 wake;
 	struct kv_line64 slots[KV_ANNOUNCE_SLOTS];
@@ -91,6 +93,7 @@ struct kv_session_page {
 KV_ABI_SIZE(kv_session_page, 4096 + 8704);
 KV_ABI_FIELD(kv_session_page, magic, 0, 8);
 KV_ABI_FIELD(kv_session_page, client_id, 8, 8);
+KV_ABI_FIELD(kv_session_page, closed, 16, 8);
 KV_ABI_FIELD(kv_session_page, table_epoch, 64, 64);
 KV_ABI_FIELD(kv_session_page, wake, 128, 64);
 KV_ABI_FIELD(kv_session_page, slots, 192, 512);

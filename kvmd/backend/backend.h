@@ -57,6 +57,8 @@ struct kvd_backend_limits {
  * @extent_free: release it to the driver. Every session has unmapped it or is dead.
  *Cannot fail
  * @limits: geometry; constant for the life of the backend
+ * @extent_adopt: NULL, or take over an extent that an earlier kvmd made: @fd is the
+ *handle's on success. Return: 0; -errno it is not such an extent
  */
 struct kvd_backend_ops {
 	const char *name;
@@ -65,6 +67,8 @@ struct kvd_backend_ops {
 	void (*extent_free)(struct kvd_backend *be, struct kvd_extent_handle *handle,
 			    u64 size_bytes);
 	void (*limits)(struct kvd_backend *be, struct kvd_backend_limits *ret_limits);
+	int (*extent_adopt)(struct kvd_backend *be, int fd, u64 size_bytes,
+			    struct kvd_extent_handle *ret_handle);
 };
 
 /**

@@ -245,7 +245,7 @@ static int cuda_extent_alloc(struct kvd_backend *be, u64 size_bytes,
 	case KVD_CUDA_READY:
 		break;
 	}
-	if (size_bytes > cuda->capacity_bytes - cuda->used_bytes)
+	if (cuda->used_bytes + size_bytes > cuda->capacity_bytes)
 		return -ENOMEM;
 	prop = alloc_prop(cuda);
 	cr = kvd_fault(KVD_FAULT_extent_alloc)
@@ -262,6 +262,18 @@ static int cuda_extent_alloc(struct kvd_backend *be, u64 size_bytes,
 		close(fd);
 		return kv_cuda_errno(cr);
 	}
+	cuda->used_bytes += size_bytes;
+	cuda->nr_made++;
+	*ret_handle = (struct kvd_extent_handle){.fd = fd, .cookie = cuda->nr_made};
+	return 0;
+}
+
+/* The descriptor alone holds the memory, also before the driver has started. */
+static int cuda_extent_adopt(struct kvd_backend *be, int fd, u64 size_bytes,
+			     struct kvd_extent_handle *ret_handle)
+{
+	struct cuda *cuda = cuda_of(be);
+
 	cuda->used_bytes += size_bytes;
 	cuda->nr_made++;
 	*ret_handle = (struct kvd_extent_handle){.fd = fd, .cookie = cuda->nr_made};
@@ -300,6 +312,7 @@ static const struct kvd_backend_ops cuda_ops = {
 	.name = "cuda",
 	.extent_alloc = cuda_extent_alloc,
 	.extent_free = cuda_extent_free,
+	.extent_adopt = cuda_extent_adopt,
 	.limits = cuda_limits,
 };
 

@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "kvmd/backend/memfd.h"
@@ -84,7 +85,8 @@ static int host_extent_alloc(struct kvd_backend *be, u64 size_bytes,
 
 	kv_assert(size_bytes && size_bytes % EXTENT_ALIGN_BYTES == 0);
 	kv_assert(size_bytes <= EXTENT_MAX_BYTES);
-	if (size_bytes > host->capacity_bytes - host->used_bytes)
+	/* More may be used than there is now: adopted by a kvmd with a smaller limit. */
+	if (host->used_bytes + size_bytes > host->capacity_bytes)
 		return -ENOMEM;
 	if (kvd_fault(KVD_FAULT_extent_alloc))
 		return -ENOMEM;
@@ -100,6 +102,22 @@ static int host_extent_alloc(struct kvd_backend *be, u64 size_bytes,
 		close(fd);
 		return r == -ENOSPC ? -ENOMEM : r;
 	}
+	host->used_bytes += size_bytes;
+	host->nr_made++;
+	*ret_handle = (struct kvd_extent_handle){.fd = fd, .cookie = host->nr_made};
+	return 0;
+}
+
+static int host_extent_adopt(struct kvd_backend *be, int fd, u64 size_bytes,
+			     struct kvd_extent_handle *ret_handle)
+{
+	struct host *host = host_of(be);
+	struct stat st;
+
+	if (fstat(fd, &st))
+		return -errno;
+	if ((u64)st.st_size != size_bytes)
+		return -EBADMSG;
 	host->used_bytes += size_bytes;
 	host->nr_made++;
 	*ret_handle = (struct kvd_extent_handle){.fd = fd, .cookie = host->nr_made};
@@ -135,6 +153,7 @@ static const struct kvd_backend_ops host_ops = {
 	.extent_alloc = host_extent_alloc,
 	.extent_free = host_extent_free,
 	.limits = host_limits,
+	.extent_adopt = host_extent_adopt,
 };
 
 int kvd_host_create(u64 capacity_bytes, u64 extent_bytes,

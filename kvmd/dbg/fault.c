@@ -3,13 +3,21 @@
 #include "kvmd/dbg/fault.h"
 
 #include <errno.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define FAULT_TEXT_BYTES 512
 
 bool kvd_fault_active;
+u64 kvd_crash_left;
+
+void kvd_crash_now(void)
+{
+	kill(getpid(), SIGKILL);
+}
 
 #define FAULT_ROW(name, benign) {#name, benign},
 static const struct {
@@ -150,6 +158,8 @@ int kvd_fault_arm_text(const char *text, char *error, size_t error_bytes)
 	struct kvd_fault_spec specs[KVD_FAULT_NR];
 	bool set[KVD_FAULT_NR] = {false};
 	char copy[FAULT_TEXT_BYTES], *save = NULL, *word;
+	unsigned long long crash = 0;
+	bool crash_set = false;
 	size_t i;
 
 	if ((size_t)snprintf(copy, sizeof(copy), "%s", text) >= sizeof(copy)) {
@@ -159,7 +169,12 @@ int kvd_fault_arm_text(const char *text, char *error, size_t error_bytes)
 	}
 	for (word = strtok_r(copy, ";", &save); word; word = strtok_r(NULL, ";", &save)) {
 		struct kvd_fault_spec spec;
+		int end = 0;
 
+		if (sscanf(word, "crash=%llu%n", &crash, &end) == 1 && !word[end]) {
+			crash_set = true;
+			continue;
+		}
 		if (parse_point(word, &i, &spec, error, error_bytes))
 			return -EINVAL;
 		specs[i] = spec;
@@ -168,6 +183,8 @@ int kvd_fault_arm_text(const char *text, char *error, size_t error_bytes)
 	for (i = 0; i < KVD_FAULT_NR; i++)
 		if (set[i])
 			kvd_fault_arm((enum kvd_fault_point)i, &specs[i]);
+	if (crash_set)
+		kvd_crash_left = crash;
 	return 0;
 }
 

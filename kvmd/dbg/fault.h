@@ -67,7 +67,8 @@ void kvd_fault_arm(enum kvd_fault_point point, const struct kvd_fault_spec *spec
 
 /**
  * kvd_fault_arm_text() - arm from text
- * @text: "point[:key=value[,key=value]...][;point...]", keys as in struct kvd_fault_spec
+ * @text: "point[:key=value[,key=value]...][;point...]", keys as in struct kvd_fault_spec;
+ *	"crash=N" as a point: die at the N-th kvd_crash_point() from now; 0: do not
  * @error: message that names point, key and value; @error_bytes room
  *
  * Return: 0; -EINVAL, and nothing was armed.
@@ -79,6 +80,23 @@ void kvd_fault_fail_nth(u64 nth);
 
 /** kvd_fault_fired() - failures injected since the last kvd_fault_fail_nth() */
 u64 kvd_fault_fired(void);
+
+/* Crash points left until the process dies; 0 = off. See kvd_crash_point(). */
+extern u64 kvd_crash_left;
+
+/** kvd_crash_now() - die as by kill -9 */
+void kvd_crash_now(void);
+
+/*
+ * Stands at every store that must survive and at every system call that changes what
+ * survives: a test says "die at the n-th" ("crash=N" in --faults) and looks at what the
+ * next kvmd makes of it.
+ */
+static inline void kvd_crash_point(void)
+{
+	if (__builtin_expect(kvd_crash_left != 0, 0) && --kvd_crash_left == 0)
+		kvd_crash_now();
+}
 
 /** kvd_fault_seed() - seed of the probabilities */
 void kvd_fault_seed(u64 seed);

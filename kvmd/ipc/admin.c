@@ -38,6 +38,7 @@ static const struct {
 	{"evict", kvd_admin_evict},	    {"version", kvd_admin_version},
 	{"reload", kvd_admin_reload},	    {"stat", kvd_admin_stat},
 	{"trace", kvd_admin_trace},	    {"fault", kvd_admin_fault},
+	{"upgrade", kvd_admin_upgrade},
 };
 
 /* ------------------------------------------------------------------ helpers */

@@ -318,3 +318,17 @@ int kvd_admin_fault(struct kvd_admin_call *call)
 		kvd_fault_fail_nth(nth);
 	return 0;
 }
+
+/* Ends this turn; main() executes the program again, which adopts from the keeper. */
+int kvd_admin_upgrade(struct kvd_admin_call *call)
+{
+	struct kvd *kvd = call->kvd;
+
+	if (!kvd->kept.image)
+		return kvd_admin_fail(call, -EOPNOTSUPP,
+				      "upgrade: started without a keeper");
+	kvd->upgrade = true;
+	kvd->stop = true;
+	kvd_admin_hex(call->out, "table_epoch", kvd->table_epoch);
+	return 0;
+}

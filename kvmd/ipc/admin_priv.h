@@ -60,6 +60,7 @@ int kvd_admin_version(struct kvd_admin_call *call);
 int kvd_admin_reload(struct kvd_admin_call *call);
 int kvd_admin_stat(struct kvd_admin_call *call);
 int kvd_admin_trace(struct kvd_admin_call *call);
+int kvd_admin_upgrade(struct kvd_admin_call *call);
 int kvd_admin_fault(struct kvd_admin_call *call);
 
 #endif

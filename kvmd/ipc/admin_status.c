@@ -162,6 +162,15 @@ static void reasons_all(struct kvd *kvd, cJSON *reasons)
 	if (kvd->opt.faults)
 		reason(reasons, "FAULTS_ARMED", "--faults %s", kvd->opt.faults);
 	reasons_gpu(kvd, reasons);
+	if (kvd->kept.image && kvd->kept.keep.fd < 0)
+		reason(reasons, "NO_KEEPER",
+		       "the keeper is gone and cannot be replaced: a kill -9 loses "
+		       "everything");
+	if (kvd->kept.adopted.damage)
+		reason(reasons, "ADOPT_DAMAGE",
+		       "%u damaged record(s) were found when kvmd was restarted, %u pages "
+		       "are poisoned",
+		       kvd->kept.adopted.damage, kvd->kept.adopted.poisoned);
 	reasons_sessions(kvd, reasons);
 	reasons_draining(kvd, reasons);
 	last = kvd_incident_get(&kvd->core.incidents, kvd->core.incidents.total);

@@ -12,6 +12,7 @@
 #include <string.h>
 #include <linux/sockios.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -24,6 +25,7 @@
 #include "kvmd/dbg/trace.h"
 #include "kvmd/ipc/admin_priv.h"
 #include "kvmd/ipc/event.h"
+#include "kvmd/own/image.h"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
@@ -138,7 +140,16 @@ static void conn_free(struct kvd_conn *conn)
 {
 	struct kvd *kvd = conn->kvd;
 
+	struct kvd_keep_key key = {.kind = KVD_KEEP_PAGE, .session = conn->client_id};
+
 	kv_assert(conn->state == KVD_CONN_CLOSED && !conn->session && !conn->nr_requests);
+	if (conn->page && conn->kept) {
+		key.index = conn->kept_tenant;
+		kvd_kept_del(kvd, &key);
+		key.kind = KVD_KEEP_PIDFD;
+		key.index = 0;
+		kvd_kept_del(kvd, &key);
+	}
 	kvd_loop_del(kvd->loop, &conn->pid_watch);
 	CLOSE_FD(conn->pidfd);
 	if (conn->page)
@@ -194,6 +205,8 @@ static void conn_writable(struct kvd_conn *conn)
 	if (r == 0) {
 		kvd_loop_modify(conn->kvd->loop, &conn->watch,
 				conn->held ? 0 : KVD_LOOP_IN);
+		if (conn->leases)
+			kvd_conn_leases(conn);
 		kvd_serve_publish(conn);
 	}
 }
@@ -340,6 +353,63 @@ static struct kvd_conn *conn_new(struct kvd *kvd, int fd)
 	return conn;
 }
 
+struct kvd_conn *kvd_conn_away(struct kvd *kvd, u64 client_id, int page_fd, int pidfd)
+{
+	struct kvd_conn *conn = conn_new(kvd, -1);
+	void *page;
+
+	if (!conn)
+		return NULL;
+	page = mmap(NULL, KV_SESSION_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, page_fd,
+		    0);
+	kvd->nr_unknown--;
+	conn->state = KVD_CONN_AWAY;
+	conn->client_id = client_id;
+	if (page == MAP_FAILED) {
+		kvd_conn_away_drop(conn);
+		return NULL;
+	}
+	madvise(page, KV_SESSION_BYTES, MADV_DONTFORK);
+	madvise(page, KV_SESSION_BYTES, MADV_DONTDUMP);
+	conn->page = page;
+	conn->page_fd = page_fd;
+	conn->pidfd = pidfd;
+	return conn;
+}
+
+void kvd_conn_away_drop(struct kvd_conn *conn)
+{
+	if (conn->page)
+		munmap(conn->page, KV_SESSION_BYTES);
+	list_del(&conn->node);
+	conn->kvd->nr_conns--;
+	free(conn);
+}
+
+void kvd_conn_away_ready(struct kvd_conn *conn)
+{
+	const struct kvd_image_session *is = conn->session->image;
+
+	conn->kept = true;
+	conn->kept_tenant = conn->session->tenant->index;
+	if (is) {
+		conn->cred.pid = is->pid;
+		conn->cred.uid = is->uid;
+		conn->role = is->role;
+		memcpy(conn->cookie, is->cookie, sizeof(conn->cookie));
+		memcpy(conn->name, conn->session->name, sizeof(conn->name));
+	}
+	if (conn->session->state == KVD_SESSION_ENDED)
+		conn->state = KVD_CONN_CLOSED;
+	conn->pid_watch.fd = conn->pidfd;
+	conn->pid_watch.events = KVD_LOOP_IN;
+	conn->pid_watch.ready = conn_pid_ready;
+	conn->pid_watch.arg = conn;
+	if (kvd_loop_add(conn->kvd->loop, &conn->pid_watch))
+		kvd_err("ipc/conn", "client %llu: its end will not be seen",
+			(unsigned long long)conn->client_id);
+}
+
 void kvd_conn_accepted(struct kvd *kvd, int fd)
 {
 	struct kvd_conn *conn = NULL;
@@ -430,6 +500,9 @@ void kvd_conn_tick(struct kvd *kvd)
 			kvd_conn_end(conn, -ETIMEDOUT, "no HELLO");
 		else if (conn->state == KVD_CONN_OPEN)
 			conn_check_dispatch(conn);
+		else if (conn->state == KVD_CONN_AWAY &&
+			 kv_load_acquire64(&conn->page->closed))
+			kvd_conn_end(conn, 0, "closed while kvmd was away");
 		kvd_conn_look_slots(conn);
 	}
 }

@@ -3,6 +3,7 @@
  * ipc/conn.h - one engine connection: socket, credentials, rings, session page, pidfd.
  *
  *	UNKNOWN -> OPEN -> CLOSED -> freed
+ *	AWAY -> OPEN (of a new connection) | CLOSED
  *
  * UNKNOWN: connected, no HELLO. OPEN: has a session. CLOSED: socket and ring are gone and
  *the session has ended; session page and pidfd stay until the core has reaped it (P8).
@@ -26,7 +27,12 @@ struct kvd;
 struct kvd_session;
 struct kvd_pool;
 
-enum kvd_conn_state { KVD_CONN_UNKNOWN, KVD_CONN_OPEN, KVD_CONN_CLOSED };
+enum kvd_conn_state {
+	KVD_CONN_UNKNOWN,
+	KVD_CONN_OPEN,
+	KVD_CONN_CLOSED,
+	KVD_CONN_AWAY, /* session of an earlier kvmd, not attached again yet */
+};
 
 /**
  * struct kvd_conn - one connection
@@ -44,6 +50,10 @@ enum kvd_conn_state { KVD_CONN_UNKNOWN, KVD_CONN_OPEN, KVD_CONN_CLOSED };
  * @name: client name; @tenant: index in the configuration's tenants at HELLO
  * @out: messages that wait
  * @added: EXTENT_ADDED being collected; @added_fds its fds
+ * @kept: page and pidfd are in the keeper; @kept_tenant is part of their key
+ * @resumed: took up a session with its cookie: POOL_REPLYs are followed by LEASES
+ * @told: pools whose extents were sent on this connection, by entry of session->attach
+ * @leases: LEASES being sent; @leases_pfn where it goes on
  * @opening: POOL_OPEN runs: its extents are sent after the reply
  * @proof: of the end of its GPU work
  * @held, @held_bytes: a POOL_OPEN that waits for the GPU to start; nothing is read
@@ -80,6 +90,12 @@ struct kvd_conn {
 	struct kvd_out out;
 	struct kv_msg_extents added;
 	int added_fds[KV_MSG_FDS_MAX];
+	bool resumed;
+	bool kept;
+	u32 kept_tenant;
+	u32 told;
+	struct kvd_pool *leases;
+	u32 leases_pfn;
 	bool opening;
 	struct kvd_conn_proof proof;
 	struct kv_msg *held;
@@ -96,6 +112,34 @@ struct kvd_conn {
 	} slots[KV_ANNOUNCE_SLOTS];
 	char end_why[64];
 };
+
+/**
+ * kvd_conn_away() - a connection without a peer for a session of an earlier kvmd
+ * @page_fd, @pidfd: mapped, watched; its own after kvd_conn_away_ready()
+ *
+ * Return: conn; NULL.
+ */
+struct kvd_conn *kvd_conn_away(struct kvd *kvd, u64 client_id, int page_fd, int pidfd);
+
+/** kvd_conn_away_drop() - it came to nothing; the fds are the caller's */
+void kvd_conn_away_drop(struct kvd_conn *conn);
+
+/** kvd_conn_away_ready() - its session is there: watch its process */
+void kvd_conn_away_ready(struct kvd_conn *conn);
+
+/** kvd_conn_find_away() - the session that HELLO's cookie names, if the peer is the
+ * process that had it (resume.c). Return: its conn; NULL: open a session of its own */
+struct kvd_conn *kvd_conn_find_away(struct kvd_conn *conn,
+				    const struct kv_msg_hello *hello);
+
+/** kvd_conn_take_up() - @away's session is @conn's from now on; @away is over */
+void kvd_conn_take_up(struct kvd_conn *conn, struct kvd_conn *away);
+
+/** kvd_conn_tell_pools() - which pools a session that was taken up has open */
+void kvd_conn_tell_pools(struct kvd_conn *conn);
+
+/** kvd_conn_leases() - send more of the LEASES message that is under way (resume.c) */
+void kvd_conn_leases(struct kvd_conn *conn);
 
 /** kvd_conn_accepted() - a new connection; owns @fd */
 void kvd_conn_accepted(struct kvd *kvd, int fd);

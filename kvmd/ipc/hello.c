@@ -21,6 +21,7 @@
 #include "kvmd/dbg/trace.h"
 #include "kvmd/ipc/conn.h"
 #include "kvmd/ipc/event.h"
+#include "kvmd/own/image.h"
 
 /* -------------------------------------------------------------------- HELLO */
 
@@ -81,12 +82,8 @@ static void hello_reply_init(struct kv_msg_hello_reply *reply, u32 sequence)
 }
 
 /* What the kernel gives a session; on failure conn_end() gives back what was got. */
-static int session_resources(struct kvd_conn *conn, u32 depth)
+static int ring_resources(struct kvd_conn *conn, u32 depth)
 {
-	struct kvd *kvd = conn->kvd;
-	void *page;
-	int r;
-
 	if (kvd_fault(KVD_FAULT_session_alloc))
 		return -ENOMEM;
 	conn->sq_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -95,13 +92,32 @@ static int session_resources(struct kvd_conn *conn, u32 depth)
 	conn->cq_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	if (conn->cq_event < 0)
 		return -errno;
+	return kvd_ring_create(&conn->ring, conn->client_id, conn->kvd->table_epoch,
+			       depth ? depth : KV_RING_DEPTH, randombytes_random());
+}
+
+/* Page and pidfd are in the keeper before anybody is given the page. */
+static int page_create(struct kvd_conn *conn, const struct kvd_tenant *tenant)
+{
+	struct kvd_keep_key key = {.kind = KVD_KEEP_PAGE,
+				   .session = conn->client_id,
+				   .index = tenant->index};
+	void *page;
+	int r;
+
 	r = kvd_memfd_create("kvmd-session", KV_SESSION_BYTES, KVD_MEMFD_SIZE, &page,
 			     &conn->page_fd);
 	if (r)
 		return r;
 	conn->page = page;
-	return kvd_ring_create(&conn->ring, conn->client_id, kvd->table_epoch,
-			       depth ? depth : KV_RING_DEPTH, randombytes_random());
+	conn->kept = true;
+	conn->kept_tenant = tenant->index;
+	r = kvd_kept_put(conn->kvd, &key, conn->page_fd);
+	if (r)
+		return r;
+	key.kind = KVD_KEEP_PIDFD;
+	key.index = 0;
+	return kvd_kept_put(conn->kvd, &key, conn->pidfd);
 }
 
 static void ring_kicked(void *arg, u32 events)
@@ -121,14 +137,20 @@ static int session_open(struct kvd_conn *conn, const struct kv_msg_hello *hello)
 	int r;
 
 	conn->client_id = kvd->next_client_id++;
-	conn->role = hello->role;
+	if (kvd->kept.image) {
+		kvd->kept.image->next_client_id = kvd->next_client_id;
+		kvd_crash_point();
+	}
 	strcpy(conn->name, hello->client_name);
 	randombytes_buf(conn->cookie, sizeof(conn->cookie));
-	r = session_resources(conn, hello->ring_depth);
+	r = ring_resources(conn, hello->ring_depth);
 	if (r)
 		return r;
 	tenant = kvd_tenant_find(&kvd->core, kvd->config.tenants[conn->tenant].name);
 	kv_assert(tenant);
+	r = page_create(conn, tenant);
+	if (r)
+		return r;
 	params = (struct kvd_session_params){
 		.client_id = conn->client_id,
 		.tenant = tenant,
@@ -136,8 +158,33 @@ static int session_open(struct kvd_conn *conn, const struct kv_msg_hello *hello)
 		.owner = conn,
 		.pid = conn->cred.pid,
 		.name = conn->name,
+		.uid = conn->cred.uid,
+		.role = conn->role,
+		.cookie = conn->cookie,
 	};
-	r = kvd_session_create(&kvd->core, &params, &conn->session);
+	return kvd_session_create(&kvd->core, &params, &conn->session);
+}
+
+static int session_resume(struct kvd_conn *conn, struct kvd_conn *away,
+			  const struct kv_msg_hello *hello)
+{
+	int r;
+
+	conn->client_id = away->client_id;
+	r = ring_resources(conn, hello->ring_depth);
+	if (!r)
+		kvd_conn_take_up(conn, away);
+	return r;
+}
+
+static int session_start(struct kvd_conn *conn, const struct kv_msg_hello *hello)
+{
+	struct kvd_conn *away = kvd_conn_find_away(conn, hello);
+	struct kvd *kvd = conn->kvd;
+	int r;
+
+	conn->role = hello->role;
+	r = away ? session_resume(conn, away, hello) : session_open(conn, hello);
 	if (r)
 		return r;
 	conn->ring_watch.fd = conn->sq_event;
@@ -174,12 +221,15 @@ static void hello_accept(struct kvd_conn *conn, struct kv_msg_hello_reply *reply
 	memcpy(reply->cookie, conn->cookie, sizeof(reply->cookie));
 	reply->ring_bytes = (u32)conn->ring.map_bytes;
 	reply->ring_nonce = conn->ring.nonce;
-	reply->flags = kvd->config.check | (kvd->spins ? KV_HELLO_SPIN : 0);
+	reply->flags = kvd->config.check | (kvd->spins ? KV_HELLO_SPIN : 0) |
+		       (conn->resumed ? KV_HELLO_RESUMED : 0);
 	strcpy(reply->tenant, kvd->config.tenants[conn->tenant].name);
 	kvd_stats.sessions_opened++;
 	kvd_trace_session_open(conn->client_id, (u64)conn->cred.pid, conn->cred.uid);
 	kvd_conn_event(conn, "session_open");
 	kvd_conn_send(conn, &reply->msg, fds);
+	if (conn->resumed)
+		kvd_conn_tell_pools(conn);
 }
 
 void kvd_hello(struct kvd_conn *conn, const struct kv_msg_hello *hello)
@@ -202,7 +252,7 @@ void kvd_hello(struct kvd_conn *conn, const struct kv_msg_hello *hello)
 		return;
 	}
 	conn->tenant = (u32)r;
-	r = session_open(conn, hello);
+	r = session_start(conn, hello);
 	if (r) {
 		if (r == -EMFILE || r == -ENFILE)
 			kvd_stats.fd_shortages++;
@@ -224,15 +274,27 @@ static void pool_reply_send(struct kvd_conn *conn, struct kv_msg_pool_reply *rep
 	kvd_conn_send(conn, &reply->msg, &table_fd);
 }
 
+static bool given_live(const struct kvd_attach *a, u32 i)
+{
+	return (a->given[i / 64] >> (i % 64) & 1) &&
+	       a->pool->extents[i].state == KVD_EXTENT_LIVE;
+}
+
 /* Extents of a pool that was just opened, after its reply; in batches of 250. */
 static void pool_extents_send(struct kvd_conn *conn, const struct kvd_attach *a)
 {
 	u32 i;
 
 	for (i = 0; i < a->pool->nr_extents; i++)
-		if (a->given[i / 64] >> (i % 64) & 1)
+		if (given_live(a, i))
 			kvd_event_extent_added(conn, a->pool, i);
 	kvd_event_flush(conn);
+	/* Asked for by an earlier kvmd, whose word may have been lost. */
+	for (i = 0; i < a->pool->nr_extents; i++)
+		if ((a->given[i / 64] >> (i % 64) & 1) &&
+		    a->pool->extents[i].state == KVD_EXTENT_DRAINING)
+			kvd_event_notify.extent_removed(conn->kvd, conn->session, a->pool,
+							i, a->pool->extents[i].serial);
 }
 
 static u32 attach_nr_given(const struct kvd_attach *a)
@@ -240,19 +302,8 @@ static u32 attach_nr_given(const struct kvd_attach *a)
 	u32 i, nr = 0;
 
 	for (i = 0; i < a->pool->nr_extents; i++)
-		nr += a->given[i / 64] >> (i % 64) & 1;
+		nr += given_live(a, i);
 	return nr;
-}
-
-/* Bit per pool that the session has open: opening one again sends no extents twice. */
-static u32 attach_mask(const struct kvd_session *s)
-{
-	u32 i, mask = 0;
-
-	for (i = 0; i < KV_POOLS_MAX; i++)
-		if (s->attach[i].pool)
-			mask |= 1u << i;
-	return mask;
 }
 
 static void pool_open(struct kvd_conn *conn, const struct kv_msg_pool_open *msg,
@@ -262,7 +313,6 @@ static void pool_open(struct kvd_conn *conn, const struct kv_msg_pool_open *msg,
 	struct kv_msg_pool_reply reply;
 	struct kvd_attach *a = NULL;
 	struct kvd_refusal why;
-	u32 had = attach_mask(s);
 	bool fresh;
 
 	memset(&reply, 0, sizeof(reply));
@@ -291,24 +341,42 @@ static void pool_open(struct kvd_conn *conn, const struct kv_msg_pool_open *msg,
 	reply.geometry = a->pool->geo;
 	reply.backend = conn->kvd->core.mm.limits.kind;
 	kvd_memory_uuid(conn->kvd, reply.gpu_uuid);
-	fresh = !(had >> (a - s->attach) & 1);
+	/* Opening a pool again sends no extents twice. */
+	fresh = !(conn->told >> (a - s->attach) & 1);
+	conn->told |= 1u << (a - s->attach);
+	if (fresh && conn->resumed) {
+		conn->opening = true;
+		kvd_session_give_extents(s, a);
+		conn->opening = false;
+	}
 	reply.nr_extents = fresh ? attach_nr_given(a) : 0;
 	pool_reply_send(conn, &reply, a->pool->table_region.fd);
 	if (fresh && conn->state == KVD_CONN_OPEN)
 		pool_extents_send(conn, a);
+	if (conn->resumed && conn->state == KVD_CONN_OPEN) {
+		conn->leases = a->pool;
+		conn->leases_pfn = 0;
+		kvd_conn_leases(conn);
+	}
 }
 
 static int pool_close(struct kvd_conn *conn, const struct kv_msg_pool_close *msg,
 		      const char **ret_why)
 {
+	struct kvd_attach *a;
+
 	if (msg->reserved) {
 		*ret_why = "POOL_CLOSE: reserved not 0";
 		return -EPROTO;
 	}
-	if (!kvd_session_attach(conn->session, msg->pool_id)) {
+	a = kvd_session_attach(conn->session, msg->pool_id);
+	if (!a) {
 		*ret_why = "POOL_CLOSE: pool is not open";
 		return -EPROTO;
 	}
+	conn->told &= ~(1u << (a - conn->session->attach));
+	if (conn->leases == a->pool)
+		conn->leases = NULL;
 	kvd_serve_cancel(conn, msg->pool_id);
 	kvd_session_close_pool(conn->session, msg->pool_id);
 	kvd_out_forget(&conn->out, msg->pool_id);

@@ -111,8 +111,19 @@ static int path_clear(const struct sockaddr_un *addr, int type, char *error)
 	return unlink(addr->sun_path) ? -errno : 0;
 }
 
+/* A socket that was kept serves the path it was bound to, with those who wait in it. */
+static bool is_at(int fd, const char *path)
+{
+	struct sockaddr_un addr = {.sun_family = AF_UNSPEC};
+	socklen_t len = sizeof(addr);
+
+	return !getsockname(fd, (struct sockaddr *)&addr, &len) &&
+	       addr.sun_family == AF_UNIX && !strcmp(addr.sun_path, path);
+}
+
 int kvd_listen_open(struct kvd *kvd, struct kvd_listen *l, const char *path, int type,
-		    u32 mode, void (*accepted)(struct kvd *kvd, int fd), char *error)
+		    u32 mode, void (*accepted)(struct kvd *kvd, int fd), int kept_fd,
+		    char *error)
 {
 	struct sockaddr_un addr = {.sun_family = AF_UNIX};
 	struct stat st;
@@ -129,6 +140,13 @@ int kvd_listen_open(struct kvd *kvd, struct kvd_listen *l, const char *path, int
 	}
 	strcpy(addr.sun_path, path);
 	error[0] = 0;
+	if (kept_fd >= 0 && !lstat(path, &st) && S_ISSOCK(st.st_mode) &&
+	    is_at(kept_fd, path)) {
+		l->fd = kept_fd;
+		goto serve;
+	}
+	if (kept_fd >= 0)
+		close(kept_fd);
 	r = path_clear(&addr, type, error);
 	if (r)
 		goto out;
@@ -146,6 +164,7 @@ int kvd_listen_open(struct kvd *kvd, struct kvd_listen *l, const char *path, int
 		r = -errno;
 		goto unlink_path;
 	}
+serve:
 	l->inode = st.st_ino;
 	l->watch.fd = l->fd;
 	l->watch.events = KVD_LOOP_IN;

@@ -34,7 +34,8 @@ struct kvd_listen {
  * one that is no socket is left alone (-EEXIST). Return: 0; -errno.
  */
 int kvd_listen_open(struct kvd *kvd, struct kvd_listen *l, const char *path, int type,
-		    u32 mode, void (*accepted)(struct kvd *kvd, int fd), char *error);
+		    u32 mode, void (*accepted)(struct kvd *kvd, int fd), int kept_fd,
+		    char *error);
 
 /** kvd_listen_tick() - listen again after a lack of fds */
 void kvd_listen_tick(struct kvd_listen *l);

@@ -47,21 +47,31 @@ static int host_secret(struct kvd *kvd, u8 *secret)
 		       : 0;
 }
 
+int kvd_policy_secret(struct kvd *kvd, const char *name, u8 *ret_secret)
+{
+	u8 host[SECRET_BYTES];
+	int r = host_secret(kvd, host);
+
+	if (r)
+		return r;
+	crypto_generichash(ret_secret, KVD_DOMAIN_SECRET_BYTES, (const u8 *)name,
+			   strlen(name), host, sizeof(host));
+	sodium_memzero(host, sizeof(host));
+	return 0;
+}
+
 static int domain_get(struct kvd *kvd, const char *name, struct kvd_domain **ret)
 {
-	u8 host[SECRET_BYTES], secret[KVD_DOMAIN_SECRET_BYTES];
+	u8 secret[KVD_DOMAIN_SECRET_BYTES];
 	int r;
 
 	*ret = kvd_domain_find(&kvd->core, name);
 	if (*ret)
 		return 0;
-	r = host_secret(kvd, host);
+	r = kvd_policy_secret(kvd, name, secret);
 	if (r)
 		return r;
-	crypto_generichash(secret, sizeof(secret), (const u8 *)name, strlen(name), host,
-			   sizeof(host));
 	r = kvd_domain_create(&kvd->core, name, secret, ret);
-	sodium_memzero(host, sizeof(host));
 	sodium_memzero(secret, sizeof(secret));
 	return r;
 }

@@ -27,4 +27,7 @@ int kvd_policy_apply(struct kvd *kvd, const struct kvd_config *config, char *err
  * and that hold nothing now */
 void kvd_policy_sweep(struct kvd *kvd);
 
+/** kvd_policy_secret() - a domain's secret. Return: 0; -errno of the host's secret */
+int kvd_policy_secret(struct kvd *kvd, const char *name, u8 *ret_secret);
+
 #endif

@@ -44,6 +44,7 @@ static int counters_write(struct kvd_state *state, const u64 *saved)
 
 	if (kvd_fault(KVD_FAULT_state_write))
 		return -EIO;
+	kvd_crash_point();
 	c.check = counters_check(&c);
 	fd = openat(state->dir_fd, "counters.new",
 		    O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -54,6 +55,7 @@ static int counters_write(struct kvd_state *state, const u64 *saved)
 	close(fd);
 	if (r)
 		return r;
+	kvd_crash_point();
 	if (renameat(state->dir_fd, "counters.new", state->dir_fd, "counters") ||
 	    fsync(state->dir_fd))
 		return -errno;
@@ -183,6 +185,7 @@ static int env_region_alloc(void *arg, struct kvd_region *r)
 		[KVD_REGION_LEASES] = "kvmd-leases",
 		[KVD_REGION_SCRATCH] = "kvmd-scratch",
 	};
+	struct kvd_state *state = arg;
 	enum kvd_memfd_seals seals =
 		r->kind == KVD_REGION_TABLE ? KVD_MEMFD_TABLE : KVD_MEMFD_PRIVATE;
 	int e;
@@ -191,14 +194,26 @@ static int env_region_alloc(void *arg, struct kvd_region *r)
 						  : KVD_FAULT_record_alloc))
 		return -ENOMEM;
 	e = kvd_memfd_create(names[r->kind], r->size_bytes, seals, &r->addr, &r->fd);
+	if (e)
+		return e;
 	/* Where the host's shmem_enabled says advise; elsewhere it does nothing. */
-	if (!e && r->kind != KVD_REGION_LEASES && r->size_bytes >= KVD_REGION_HUGE)
+	if (r->kind != KVD_REGION_LEASES && r->size_bytes >= KVD_REGION_HUGE)
 		madvise(r->addr, r->size_bytes, MADV_HUGEPAGE);
+	e = state->put ? state->put(state->keep_arg, r) : 0;
+	if (e) {
+		kvd_memfd_destroy(r->addr, r->size_bytes, r->fd);
+		r->addr = NULL;
+		r->fd = -1;
+	}
 	return e;
 }
 
 static void env_region_free(void *arg, struct kvd_region *r)
 {
+	struct kvd_state *state = arg;
+
+	if (state->del)
+		state->del(state->keep_arg, r);
 	kvd_memfd_destroy(r->addr, r->size_bytes, r->fd);
 	r->addr = NULL;
 	r->fd = -1;

@@ -21,12 +21,16 @@
  * @lock_fd: owner; holds the lock
  * @saved: last saved values, by enum kvd_saved
  * @nr_saves: files written
+ * @put, @del, @keep_arg: who keeps regions that must survive; NULL: nobody
  */
 struct kvd_state {
 	int dir_fd;
 	int lock_fd;
 	u64 saved[2];
 	u64 nr_saves;
+	int (*put)(void *arg, const struct kvd_region *r);
+	void (*del)(void *arg, const struct kvd_region *r);
+	void *keep_arg;
 };
 
 /**

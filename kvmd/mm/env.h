@@ -73,4 +73,16 @@ struct kvd_env {
 	void (*log)(void *arg, int level, const char *line);
 };
 
+/**
+ * struct kvd_keep_ops - who keeps the fds of extents when this process dies
+ * @arg: first argument; borrowed
+ * @extent_put: keep @fd too. Return: 0; -errno: nothing is kept
+ * @extent_del: forget it
+ */
+struct kvd_keep_ops {
+	void *arg;
+	int (*extent_put)(void *arg, u32 pool_id, u32 index, u64 serial, int fd);
+	void (*extent_del)(void *arg, u32 pool_id, u32 index, u64 serial);
+};
+
 #endif /* KVD_ENV_H */

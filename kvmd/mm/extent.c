@@ -51,6 +51,43 @@ int kvd_geometry_choose(u64 stride_bytes, const struct kvd_backend_limits *limit
 	return 0;
 }
 
+#define WORD_MAGIC 0x65787465ull
+
+static u64 word_hash(u64 body)
+{
+	u64 z = (body ^ WORD_MAGIC) * 0x9e3779b97f4a7c15ull;
+
+	return ((z ^ (z >> 29)) * 0xbf58476d1ce4e5b9ull) >> 44;
+}
+
+u64 kvd_extent_word(u64 serial, u32 state)
+{
+	u64 body = serial << 2 | state;
+
+	return body << 20 | word_hash(body);
+}
+
+bool kvd_extent_word_ok(u64 word)
+{
+	return !word || word_hash(word >> 20) == (word & 0xfffff);
+}
+
+u64 kvd_extent_word_serial(u64 word)
+{
+	return word >> 22;
+}
+
+u32 kvd_extent_word_state(u64 word)
+{
+	return word >> 20 & 3;
+}
+
+static void extent_note(struct kvd_pool *pool, u32 index, u64 serial, u32 state)
+{
+	kv_store_release64(&pool->extent_words[index], kvd_extent_word(serial, state));
+	kvd_crash_point();
+}
+
 static void extent_frames_add(struct kvd_pool *pool, u32 index)
 {
 	u32 first = index << pool->geo.shift, nr = 1u << pool->geo.shift;
@@ -61,6 +98,7 @@ static void extent_frames_add(struct kvd_pool *pool, u32 index)
 		struct kvd_frame *f = &pool->frames[pfn];
 
 		kv_assert(f->state == KVD_ABSENT);
+		kvd_frame_touch(pool, pfn);
 		/* The tag stays: a pfn's words only grow, also from extent to extent
 		 * (P1). */
 		f->pfn = pfn;
@@ -145,6 +183,18 @@ int kvd_extent_grow(struct kvd_pool *pool)
 	e = &pool->extents[index];
 	kv_assert(e->nr_given == 0 && e->nr_free == 0);
 	e->serial = ++pool->next_serial;
+	/* In the keeper before anybody is given it. */
+	r = mm->keep && !KV_MUTANT(fd_after_grant)
+		    ? mm->keep->extent_put(mm->keep->arg, pool->id, index, e->serial,
+					   handle.fd)
+		    : 0;
+	if (r) {
+		mm->backend->ops->extent_free(mm->backend, &handle,
+					      pool->geo.extent_bytes);
+		e->serial = 0;
+		return r;
+	}
+	extent_note(pool, index, e->serial, KVD_EXTENT_LIVE);
 	e->handle = handle;
 	e->domain_id = pool->domain_id;
 	e->state = KVD_EXTENT_LIVE;
@@ -161,6 +211,10 @@ static void extent_release(struct kvd_pool *pool, u32 index)
 	struct kvd_mm *mm = pool->mm;
 
 	kv_assert(e->state == KVD_EXTENT_DRAINING && e->nr_given == 0);
+	/* The serial stays in the word: the next one is larger. */
+	extent_note(pool, index, e->serial, KVD_EXTENT_NONE);
+	if (mm->keep)
+		mm->keep->extent_del(mm->keep->arg, pool->id, index, e->serial);
 	mm->backend->ops->extent_free(mm->backend, &e->handle, pool->geo.extent_bytes);
 	mm->extent_bytes_used -= pool->geo.extent_bytes;
 	mm->draining_bytes -= pool->geo.extent_bytes;
@@ -169,16 +223,30 @@ static void extent_release(struct kvd_pool *pool, u32 index)
 	mm->ops->extent_gone(pool, index);
 }
 
+static u32 extent_poisoned(const struct kvd_pool *pool, u32 index)
+{
+	u32 first = index << pool->geo.shift, nr = 0;
+
+	if (!pool->nr[KVD_POISONED])
+		return 0;
+	for (u32 pfn = first; pfn < first + (1u << pool->geo.shift); pfn++)
+		nr += pool->frames[pfn].state == KVD_POISONED;
+	return nr;
+}
+
 int kvd_extent_shrink(struct kvd_pool *pool, u32 index)
 {
 	u32 first = index << pool->geo.shift, nr = 1u << pool->geo.shift;
 	struct kvd_extent *e = &pool->extents[index];
 
 	kv_assert(index < pool->nr_extents && e->state == KVD_EXTENT_LIVE);
-	if (e->nr_free != nr)
+	/* A poisoned page goes with its extent. */
+	if (e->nr_free != nr && e->nr_free + extent_poisoned(pool, index) != nr)
 		return KV_BUSY;
+	extent_note(pool, index, e->serial, KVD_EXTENT_DRAINING);
 	for (u32 pfn = first; pfn < first + nr; pfn++) {
-		kvd_freelist_del(pool, pfn);
+		if (pool->frames[pfn].state == KVD_FREE)
+			kvd_freelist_del(pool, pfn);
 		kvd_frame_set(pool, pfn, KVD_ABSENT, KVD_EV_EXTENT_REMOVED, 0);
 	}
 	e->state = KVD_EXTENT_DRAINING;
@@ -207,4 +275,45 @@ void kvd_extent_put(struct kvd_pool *pool, u32 index)
 	e->nr_given--;
 	if (e->nr_given == 0 && e->state == KVD_EXTENT_DRAINING)
 		extent_release(pool, index);
+}
+
+int kvd_extent_adopt(struct kvd_pool *pool, u32 index, int fd)
+{
+	u64 word = pool->extent_words[index];
+	struct kvd_extent *e = &pool->extents[index];
+	u32 state = kvd_extent_word_state(word);
+	struct kvd_mm *mm = pool->mm;
+
+	if (kvd_extent_word_ok(word))
+		pool->next_serial =
+			KV_MAX(pool->next_serial, kvd_extent_word_serial(word));
+	if (kvd_extent_word_ok(word) && state == KVD_EXTENT_NONE)
+		return -ENODATA;
+	if (!kvd_extent_word_ok(word) || state > KVD_EXTENT_DRAINING || fd < 0 ||
+	    !mm->backend->ops->extent_adopt ||
+	    mm->backend->ops->extent_adopt(mm->backend, fd, pool->geo.extent_bytes,
+					   &e->handle)) {
+		extent_note(pool, index, pool->next_serial, KVD_EXTENT_NONE);
+		return -ENODATA;
+	}
+	e->serial = kvd_extent_word_serial(word);
+	e->domain_id = pool->domain_id;
+	e->state = state;
+	mm->extent_bytes_used += pool->geo.extent_bytes;
+	if (state == KVD_EXTENT_LIVE) {
+		pool->nr_live_extents++;
+		kvd_table_use(&pool->table, (index + 1) << pool->geo.shift);
+	} else {
+		mm->draining_bytes += pool->geo.extent_bytes;
+	}
+	return 0;
+}
+
+void kvd_extent_adopt_done(struct kvd_pool *pool)
+{
+	for (u32 i = 0; i < pool->nr_extents; i++) {
+		if (pool->extents[i].state == KVD_EXTENT_DRAINING &&
+		    !pool->extents[i].nr_given)
+			extent_release(pool, i);
+	}
 }

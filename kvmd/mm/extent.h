@@ -81,4 +81,33 @@ void kvd_extent_given(struct kvd_pool *pool, u32 index);
  * releases a DRAINING extent to the backend */
 void kvd_extent_put(struct kvd_pool *pool, u32 index);
 
+/**
+ * kvd_extent_word() - what of an extent is persistent, in one word: one store, no tearing
+ *
+ * Serial, state and a hash of both. It is stored before the records of the extent's pages
+ * change, so that an adopting kvmd can finish the job: LIVE, and a page is ABSENT: it
+ * becomes FREE; not LIVE, and a page is FREE: it becomes ABSENT.
+ */
+u64 kvd_extent_word(u64 serial, u32 state);
+
+/** kvd_extent_word_ok() - is it one of ours? 0 is: never used */
+bool kvd_extent_word_ok(u64 word);
+
+/** kvd_extent_word_serial(), kvd_extent_word_state() - take it apart */
+u64 kvd_extent_word_serial(u64 word);
+u32 kvd_extent_word_state(u64 word);
+
+/**
+ * kvd_extent_adopt() - extent @index of an adopted pool, from its word
+ * @fd: kept by the keeper, or -1: it is lost
+ *
+ * Return: 0; -ENODATA it had to be given up: its pages are ABSENT; the fd is the
+ * caller's.
+ */
+int kvd_extent_adopt(struct kvd_pool *pool, u32 index, int fd);
+
+/** kvd_extent_adopt_done() - all adopted sessions are attached: DRAINING extents that
+ * nobody has any more go */
+void kvd_extent_adopt_done(struct kvd_pool *pool);
+
 #endif /* KVD_EXTENT_H */

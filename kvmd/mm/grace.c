@@ -27,7 +27,7 @@ int kvd_grace_init(struct kvd_mm *mm, u64 saved_epoch)
 {
 	struct kvd_grace *g = &mm->grace;
 
-	g->epoch = saved_epoch ? saved_epoch : 1;
+	g->epoch = saved_epoch && !KV_MUTANT(epoch_reset) ? saved_epoch : 1;
 	g->bound = g->epoch;
 	g->nr_pages[KVD_BATCH_QUARANTINE] = 0;
 	g->nr_pages[KVD_BATCH_SEAL] = 0;
@@ -55,6 +55,17 @@ void kvd_reader_add(struct kvd_mm *mm, struct kvd_reader_group *g, struct kvd_re
 		r->seen[i] = mm->grace.epoch;
 	r->quiet = mm->grace.epoch;
 	list_add_tail(&g->readers, &r->node);
+}
+
+void kvd_reader_adopt(struct kvd_mm *mm, struct kvd_reader_group *g, struct kvd_reader *r,
+		      struct kv_session_page *page)
+{
+	kvd_reader_add(mm, g, r, page);
+	memset(r->seen, 0, sizeof(r->seen));
+	r->quiet = 0;
+	/* The dead kvmd may have set it; the first scan clears or sets it anew. */
+	r->wake = kv_load_relaxed64(&page->wake.word) != 0;
+	g->quiet = 0;
 }
 
 void kvd_reader_del(struct kvd_mm *mm, struct kvd_reader *r)

@@ -144,6 +144,11 @@ void kvd_reader_group_init(struct kvd_reader_group *g, u64 epoch);
 void kvd_reader_add(struct kvd_mm *mm, struct kvd_reader_group *g, struct kvd_reader *r,
 		    struct kv_session_page *page);
 
+/** kvd_reader_adopt() - a session of an earlier kvmd: its slots may be busy since any
+ * epoch */
+void kvd_reader_adopt(struct kvd_mm *mm, struct kvd_reader_group *g, struct kvd_reader *r,
+		      struct kv_session_page *page);
+
 /** kvd_reader_del() - leaves the scan; only when kvd_reader_quiet() */
 void kvd_reader_del(struct kvd_mm *mm, struct kvd_reader *r);
 

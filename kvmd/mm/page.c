@@ -8,6 +8,7 @@
 #include "base/once.h"
 #include "kvmd/mm/page.h"
 #include "kvmd/mm/pool.h"
+#include "base/mutant.h"
 
 #define BIT(state) (1u << (state))
 
@@ -99,6 +100,83 @@ u32 kvd_frame_check_word(const struct kvd_frame *f)
 	return check_word(f);
 }
 
+u64 kvd_check_bytes(const void *data, size_t bytes)
+{
+	const u8 *p = data;
+	u64 sum = 0x6b76636865636b32ull;
+	u32 word;
+
+	for (size_t i = 0; i + sizeof(word) <= bytes; i += sizeof(word)) {
+		memcpy(&word, p + i, sizeof(word));
+		sum = (sum ^ word) * 0x9e3779b97f4a7c15ull;
+		sum ^= sum >> 29;
+	}
+	return sum;
+}
+
+/* A process that is killed has done all stores up to some point of the program and none
+ * behind it: what the compiler keeps in order is in order. */
+static inline void in_order(void)
+{
+	__atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
+
+void kvd_frame_touch_slow(struct kvd_undo *undo, const struct kvd_pool *pool, u32 pfn)
+{
+	if (undo->valid && undo->pfn == pfn && undo->pool_id == pool->id)
+		return;
+	kv_assert(!undo->valid);
+	undo->pool_id = pool->id;
+	undo->pfn = pfn;
+	memcpy(undo->image, &pool->frames[pfn], sizeof(undo->image));
+	in_order();
+	if (!KV_MUTANT(no_undo))
+		undo->valid = 1;
+	in_order();
+	kvd_crash_point();
+}
+
+static bool frame_whole(const struct kvd_frame *f, u32 pfn)
+{
+	static const struct kvd_frame zero;
+
+	if (!f->nr_events && !f->check)
+		return !memcmp(f, &zero, offsetof(struct kvd_frame, past));
+	return f->pfn == pfn && f->state < KVD_FRAME_STATES && f->check == check_word(f);
+}
+
+bool kvd_frame_restore(const struct kvd_undo *undo, struct kvd_pool *pool, u32 pfn)
+{
+	struct kvd_frame *f = &pool->frames[pfn], image;
+
+	if (frame_whole(f, pfn))
+		return true;
+	if (undo->valid != 1 || undo->pool_id != pool->id || undo->pfn != pfn)
+		return false;
+	image = *f;
+	memcpy(&image, undo->image, sizeof(undo->image));
+	if (!frame_whole(&image, pfn))
+		return false;
+	memcpy(f, undo->image, sizeof(undo->image));
+	return true;
+}
+
+void kvd_frame_adopt(struct kvd_pool *pool, u32 pfn, u32 state)
+{
+	struct kvd_frame *f = &pool->frames[pfn];
+
+	pool->nr[state]++;
+	if (!(BIT(state) & UNOWNED))
+		pool->mm->accounts[f->tenant]->nr[state]++;
+	if (!f->nr_events && state == KVD_ABSENT)
+		return; /* never covered by an extent: stays as it is */
+	f->state = (u8)state;
+	f->check = kvd_frame_check_word(f);
+	in_order();
+	pool->mm->undo->valid = 0;
+	kvd_crash_point();
+}
+
 void kvd_frame_set(struct kvd_pool *pool, u32 pfn, u32 state, u32 event, u64 session)
 {
 	struct kvd_frame *f = &pool->frames[pfn];
@@ -106,6 +184,8 @@ void kvd_frame_set(struct kvd_pool *pool, u32 pfn, u32 state, u32 event, u64 ses
 
 	kv_assert(pfn < pool->geo.nr_pages && f->pfn == pfn);
 	kv_assert(from < KVD_FRAME_STATES && state < KVD_FRAME_STATES);
+	kvd_frame_touch(pool, pfn);
+	kvd_crash_point();
 	if (from != state) {
 		kv_assert(may[from] & BIT(state));
 		pool->nr[from]--;
@@ -125,7 +205,13 @@ void kvd_frame_set(struct kvd_pool *pool, u32 pfn, u32 state, u32 event, u64 ses
 		.state = (u16)state,
 	};
 	f->nr_events++;
+	kvd_crash_point();
 	f->check = check_word(f);
+	if (pool->mm->undo) {
+		in_order();
+		pool->mm->undo->valid = 0;
+		kvd_crash_point();
+	}
 }
 
 u32 kvd_frame_history(const struct kvd_frame *f, struct kvd_page_past *ret)

@@ -160,10 +160,32 @@ struct kvd_frames_hdr {
 	u64 fingerprint;
 	struct kv_geometry geometry;
 	struct kv_layout layout;
+	u64 extents_off; /* one word per extent: kvd_extent_word() */
+	u64 scales_off;	 /* float[layout.nr_scales] */
+	u64 check;	 /* kvd_check_bytes() of what is before it */
 };
 #define KVD_FRAMES_MAGIC   0x73656d617266766bull /* "kvframes" */
-#define KVD_FRAMES_VERSION 1u
+#define KVD_FRAMES_VERSION 2u
 #define KVD_FRAMES_OFF	   4096u
+
+/**
+ * struct kvd_undo - the one record that may be half changed when kvmd dies; persistent
+ * @pool_id, @pfn: the record changed last. Its references in records and in leases may
+ *	differ after a crash: both are changed between two kvd_frame_touch()
+ * @valid: @image is the record before the change, and the change is not over
+ * @image: the record's first 64 bytes
+ *
+ * Every change of a record begins with kvd_frame_touch() and ends with kvd_frame_set().
+ * A wrong check word in between is no damage: the record goes back to @image. Nothing was
+ * published before the new check word was there, so going back contradicts nobody.
+ */
+struct kvd_undo {
+	u32 pool_id;
+	u32 pfn;
+	u32 valid;
+	u32 reserved;
+	u8 image[64];
+};
 
 struct kvd_batch;
 
@@ -231,6 +253,9 @@ const char *kvd_page_event_str(u32 event);
 /** kvd_frame_check_word() - check word of a record's first 60 bytes */
 u32 kvd_frame_check_word(const struct kvd_frame *f);
 
+/** kvd_check_bytes() - check word of @bytes bytes (a multiple of 4) of a record */
+u64 kvd_check_bytes(const void *data, size_t bytes);
+
 /** kvd_frame_may() - is @from -> @to a legal step? */
 bool kvd_frame_may(u32 from, u32 to);
 
@@ -246,6 +271,22 @@ bool kvd_frame_may(u32 from, u32 to);
  * that the step is legal. Callers change the record's other fields first.
  */
 void kvd_frame_set(struct kvd_pool *pool, u32 pfn, u32 state, u32 event, u64 session);
+
+/** kvd_frame_touch_slow() - used by kvd_frame_touch() */
+void kvd_frame_touch_slow(struct kvd_undo *undo, const struct kvd_pool *pool, u32 pfn);
+
+/**
+ * kvd_frame_restore() - a record whose change was cut short goes back to what it was
+ *
+ * Return: true: its check word is right now (or was).
+ */
+bool kvd_frame_restore(const struct kvd_undo *undo, struct kvd_pool *pool, u32 pfn);
+
+/**
+ * kvd_frame_adopt() - a record of an earlier kvmd enters the counters
+ * @state: what it is from now on; the legality table does not apply
+ */
+void kvd_frame_adopt(struct kvd_pool *pool, u32 pfn, u32 state);
 
 /**
  * kvd_frame_history() - copy a page's history, oldest first

@@ -37,6 +37,40 @@ static u32 hash_size(u32 nr_pages)
 	return n;
 }
 
+static u64 extents_off(const struct kvd_pool *pool)
+{
+	return KVD_FRAMES_OFF + pool->geo.nr_pages * sizeof(struct kvd_frame);
+}
+
+static u64 scales_off(const struct kvd_pool *pool)
+{
+	return extents_off(pool) + pool->nr_extents * sizeof(u64);
+}
+
+static u64 frames_bytes(const struct kvd_pool *pool)
+{
+	return kv_round_up(scales_off(pool) + pool->layout.nr_scales * sizeof(float),
+			   4096);
+}
+
+/* What is made anew after a restart. */
+static int volatile_get(struct kvd_pool *pool)
+{
+	u64 n = pool->geo.nr_pages;
+	int r;
+
+	r = region_get(pool->mm, &pool->scratch_region, KVD_REGION_SCRATCH, pool->id,
+		       n * sizeof(struct kvd_link) +
+			       2 * (u64)hash_size((u32)n) * sizeof(u32));
+	if (r)
+		return r;
+	r = region_get(pool->mm, &pool->table_region, KVD_REGION_TABLE, pool->id,
+		       kv_table_bytes((u32)n));
+	if (r)
+		region_put(pool->mm, &pool->scratch_region);
+	return r;
+}
+
 static int regions_get(struct kvd_pool *pool)
 {
 	struct kvd_mm *mm = pool->mm;
@@ -44,78 +78,94 @@ static int regions_get(struct kvd_pool *pool)
 	int r;
 
 	r = region_get(mm, &pool->frames_region, KVD_REGION_FRAMES, pool->id,
-		       KVD_FRAMES_OFF + n * sizeof(struct kvd_frame));
+		       frames_bytes(pool));
 	if (r)
 		return r;
 	r = region_get(mm, &pool->tokens_region, KVD_REGION_TOKENS, pool->id,
 		       n * KV_PAGE_TOKENS * sizeof(u32));
 	if (r)
 		goto put_frames;
-	r = region_get(mm, &pool->scratch_region, KVD_REGION_SCRATCH, pool->id,
-		       n * sizeof(struct kvd_link) +
-			       2 * (u64)hash_size((u32)n) * sizeof(u32));
-	if (r)
-		goto put_tokens;
-	r = region_get(mm, &pool->table_region, KVD_REGION_TABLE, pool->id,
-		       kv_table_bytes((u32)n));
-	if (r)
-		goto put_scratch;
-	return 0;
-put_scratch:
-	region_put(mm, &pool->scratch_region);
-put_tokens:
+	r = volatile_get(pool);
+	if (!r)
+		return 0;
 	region_put(mm, &pool->tokens_region);
 put_frames:
 	region_put(mm, &pool->frames_region);
 	return r;
 }
 
-static void pool_format(struct kvd_pool *pool, const struct kvd_pool_params *p)
+/* The head comes last: without its magic a half-made pool is none. */
+static void hdr_format(struct kvd_pool *pool)
+{
+	struct kvd_frames_hdr *hdr = pool->frames_region.addr;
+
+	hdr->version = KVD_FRAMES_VERSION;
+	hdr->record_bytes = sizeof(struct kvd_frame);
+	hdr->record_off = KVD_FRAMES_OFF;
+	hdr->nr_pages = pool->geo.nr_pages;
+	hdr->pool_id = pool->id;
+	hdr->domain_id = pool->domain_id;
+	hdr->fingerprint = pool->fingerprint;
+	hdr->geometry = pool->geo;
+	hdr->layout = pool->layout;
+	hdr->extents_off = extents_off(pool);
+	hdr->scales_off = scales_off(pool);
+	if (pool->layout.nr_scales)
+		memcpy((u8 *)hdr + hdr->scales_off, pool->scales,
+		       pool->layout.nr_scales * sizeof(float));
+	hdr->magic = KVD_FRAMES_MAGIC;
+	hdr->check = kvd_check_bytes(hdr, offsetof(struct kvd_frames_hdr, check));
+}
+
+static void pool_setup(struct kvd_pool *pool)
 {
 	u32 n = pool->geo.nr_pages;
 
 	pool->hdr = pool->frames_region.addr;
-	pool->hdr->magic = KVD_FRAMES_MAGIC;
-	pool->hdr->version = KVD_FRAMES_VERSION;
-	pool->hdr->record_bytes = sizeof(struct kvd_frame);
-	pool->hdr->record_off = KVD_FRAMES_OFF;
-	pool->hdr->nr_pages = n;
-	pool->hdr->pool_id = pool->id;
-	pool->hdr->domain_id = pool->domain_id;
-	pool->hdr->fingerprint = p->fingerprint;
-	pool->hdr->geometry = pool->geo;
-	pool->hdr->layout = *p->layout;
 	pool->frames = (struct kvd_frame *)((u8 *)pool->hdr + KVD_FRAMES_OFF);
+	pool->extent_words = (u64 *)((u8 *)pool->hdr + extents_off(pool));
 	pool->tokens = pool->tokens_region.addr;
 	pool->links = pool->scratch_region.addr;
 	pool->hash_heads = (u32 *)(pool->links + n);
 	pool->hash_mask = hash_size(n) - 1;
 	pool->walk_heads = pool->hash_heads + pool->hash_mask + 1;
 	memset(pool->hash_heads, 0xff, 2 * ((u64)pool->hash_mask + 1) * sizeof(u32));
-	kvd_table_init(&pool->table, pool->table_region.addr, pool->id, p->fingerprint,
+	kvd_table_init(&pool->table, pool->table_region.addr, pool->id, pool->fingerprint,
 		       pool->mm->table_epoch, n, pool->mm->grace.epoch);
 	kvd_freelist_init(&pool->free);
 	for (u32 i = 0; i < KVD_DOMAIN_TENANTS_MAX; i++)
 		kvd_lru_init(&pool->lru[i]);
 	kvd_batch_set_init(&pool->quarantine, pool, NULL, KVD_BATCH_QUARANTINE);
 	kvd_batch_set_init(&pool->seals, pool, NULL, KVD_BATCH_SEAL);
-	pool->nr[KVD_ABSENT] = n;
 	pool->key_bits = KV_KEY_BYTES * 8;
 	pool->low_pages = KV_MIN(n / 64, 1024u);
 	pool->high_pages = pool->low_pages * 2;
 }
 
-static int pool_layout_copy(struct kvd_pool *pool, const struct kvd_pool_params *p)
+static int pool_layout_copy(struct kvd_pool *pool, const struct kv_layout *layout,
+			    const float *scales)
 {
-	u64 bytes = (u64)p->layout->nr_scales * sizeof(float);
+	u64 bytes = (u64)layout->nr_scales * sizeof(float);
 
-	pool->layout = *p->layout;
+	pool->layout = *layout;
 	pool->scales = malloc(bytes ? bytes : 1);
 	if (!pool->scales)
 		return -ENOMEM;
 	if (bytes)
-		memcpy(pool->scales, p->scales, bytes);
+		memcpy(pool->scales, scales, bytes);
 	return 0;
+}
+
+/*
+ * A pool may be left out by an adopting kvmd for damage and made anew under the same id,
+ * while clients have its old extents mapped: serials differ by a number that every
+ * restart raises (generations start 2^32 further on).
+ */
+static u64 first_serial(const struct kvd_mm *mm)
+{
+	if (KV_MUTANT(serial_repeat))
+		return 0;
+	return (mm->gens.source->next >> 32 & 0xffffff) << 18;
 }
 
 int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
@@ -144,7 +194,7 @@ int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
 	r = kvd_geometry_choose(kv_page_stride(p->layout), &limits, &pool->geo);
 	if (r)
 		goto free_pool;
-	r = pool_layout_copy(pool, p);
+	r = pool_layout_copy(pool, p->layout, p->scales);
 	if (r)
 		goto free_pool;
 	pool->nr_extents = pool->geo.nr_pages >> pool->geo.shift;
@@ -155,8 +205,84 @@ int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
 	r = regions_get(pool);
 	if (r)
 		goto free_extents;
-	pool_format(pool, p);
+	pool_setup(pool);
+	pool->nr[KVD_ABSENT] = pool->geo.nr_pages;
+	pool->next_serial = first_serial(mm);
+	hdr_format(pool);
 	mm->pools[slot] = pool;
+	*ret_pool = pool;
+	return 0;
+free_extents:
+	free(pool->extents);
+free_scales:
+	free(pool->scales);
+free_pool:
+	free(pool);
+	return r;
+}
+
+static bool hdr_whole(const struct kvd_region *r, u32 id)
+{
+	const struct kvd_frames_hdr *hdr = r->addr;
+
+	return r->size_bytes >= KVD_FRAMES_OFF && hdr->magic == KVD_FRAMES_MAGIC &&
+	       hdr->check ==
+		       kvd_check_bytes(hdr, offsetof(struct kvd_frames_hdr, check)) &&
+	       hdr->version == KVD_FRAMES_VERSION && hdr->pool_id == id &&
+	       hdr->record_bytes == sizeof(struct kvd_frame) &&
+	       hdr->record_off == KVD_FRAMES_OFF &&
+	       hdr->nr_pages == hdr->geometry.nr_pages && hdr->geometry.shift < 32;
+}
+
+int kvd_pool_domain(const struct kvd_region *frames, u32 id)
+{
+	const struct kvd_frames_hdr *hdr = frames->addr;
+
+	return hdr_whole(frames, id) ? (int)hdr->domain_id : -1;
+}
+
+int kvd_pool_adopt(struct kvd_mm *mm, u32 id, void *owner, struct kvd_reader_group *group,
+		   const struct kvd_region *frames, const struct kvd_region *tokens,
+		   bool *ret_damage, struct kvd_pool **ret_pool)
+{
+	const struct kvd_frames_hdr *hdr = frames->addr;
+	struct kvd_pool *pool;
+	int r = -EBADMSG;
+
+	*ret_damage = frames->size_bytes < KVD_FRAMES_OFF || hdr->magic;
+	if (!hdr_whole(frames, id) || mm->pools[id - 1])
+		return r;
+	pool = calloc(1, sizeof(*pool));
+	if (!pool)
+		return -ENOMEM;
+	pool->mm = mm;
+	pool->id = id;
+	pool->domain_id = hdr->domain_id;
+	pool->owner = owner;
+	pool->group = group;
+	pool->fingerprint = hdr->fingerprint;
+	pool->geo = hdr->geometry;
+	pool->layout = hdr->layout;
+	pool->nr_extents = pool->geo.nr_pages >> pool->geo.shift;
+	if (frames->size_bytes < frames_bytes(pool) ||
+	    tokens->size_bytes < (u64)pool->geo.nr_pages * KV_PAGE_TOKENS * sizeof(u32) ||
+	    hdr->extents_off != extents_off(pool) || hdr->scales_off != scales_off(pool))
+		goto free_pool;
+	r = pool_layout_copy(pool, &hdr->layout,
+			     (const float *)((const u8 *)hdr + hdr->scales_off));
+	if (r)
+		goto free_pool;
+	r = -ENOMEM;
+	pool->extents = calloc(pool->nr_extents, sizeof(*pool->extents));
+	if (!pool->extents)
+		goto free_scales;
+	r = volatile_get(pool);
+	if (r)
+		goto free_extents;
+	pool->frames_region = *frames;
+	pool->tokens_region = *tokens;
+	pool_setup(pool);
+	mm->pools[id - 1] = pool;
 	*ret_pool = pool;
 	return 0;
 free_extents:
@@ -180,6 +306,8 @@ void kvd_pool_destroy(struct kvd_pool *pool)
 	}
 	kv_assert(mm->pools[pool->id - 1] == pool);
 	mm->pools[pool->id - 1] = NULL;
+	pool->hdr->magic = 0;
+	kvd_crash_point();
 	region_put(mm, &pool->table_region);
 	region_put(mm, &pool->scratch_region);
 	region_put(mm, &pool->tokens_region);
@@ -198,6 +326,7 @@ u32 kvd_pool_take(struct kvd_pool *pool, u32 state, u16 tenant, u64 session,
 
 	kv_assert(session && f->state == KVD_FREE && f->refs == 0);
 	kv_assert(state == KVD_ACTIVE || state == KVD_MAGAZINE);
+	kvd_frame_touch(pool, pfn);
 	/*
 	 * Once a page may hold another session's bytes it counts as such until it is
 	 * sealed, that is, written from end to end: we do not see whether the engine
@@ -224,6 +353,7 @@ void kvd_pool_kill(struct kvd_pool *pool, u32 pfn, u32 event, u64 session)
 
 	kv_assert(f->refs == 0 && kv_tag_live(f->tag));
 	kv_assert(!(f->flags & KVD_FRAME_INDEXED));
+	kvd_frame_touch(pool, pfn);
 	f->tag = kv_tag_make(kvd_gens_dead(&pool->mm->gens), 0);
 	f->flags &= KVD_FRAME_FOREIGN;
 	f->parent = KVD_PFN_NONE;

@@ -11,6 +11,7 @@
 
 #include "base/list.h"
 #include "kvmd/backend/backend.h"
+#include "kvmd/dbg/fault.h"
 #include "kvmd/mm/env.h"
 #include "kvmd/mm/extent.h"
 #include "kvmd/mm/freelist.h"
@@ -67,6 +68,8 @@ struct kvd_mm_ops {
  * @draining_bytes: part of @extent_bytes_used that comes back when sessions have unmapped
  * it
  * @own_debts: some account has a reclaim_debt
+ * @keep: NULL: nobody keeps extents
+ * @undo: record of the change in progress; NULL: nothing outlives this process
  */
 struct kvd_mm {
 	const struct kvd_env *env;
@@ -84,6 +87,8 @@ struct kvd_mm {
 	u64 stall_ns;
 	u64 draining_bytes;
 	bool own_debts;
+	const struct kvd_keep_ops *keep;
+	struct kvd_undo *undo;
 };
 
 /**
@@ -107,6 +112,7 @@ struct kvd_mm {
  * @free: FREE pages
  * @lru: by the tenant's slot in its domain (account index -> @lru_slot)
  * @extents: [nr_extents]; owned
+ * @extent_words: what of them is persistent; in @frames_region
  * @nr_extents: most extents
  * @nr_live_extents: LIVE ones
  * @next_serial: of the next extent
@@ -146,6 +152,7 @@ struct kvd_pool {
 	struct kvd_freelist free;
 	struct kvd_lru lru[KVD_DOMAIN_TENANTS_MAX];
 	struct kvd_extent *extents;
+	u64 *extent_words;
 	u32 nr_extents;
 	u32 nr_live_extents;
 	u64 next_serial;
@@ -192,16 +199,42 @@ int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
 /** kvd_pool_destroy() - all pages are FREE or ABSENT, no extent is given to a session */
 void kvd_pool_destroy(struct kvd_pool *pool);
 
+/**
+ * kvd_pool_adopt() - a pool from the regions of an earlier kvmd
+ * @id: pool id
+ * @owner, @group: as in struct kvd_pool_params
+ * @frames, @tokens: mapped; the pool's on success
+ * @ret_damage: false: it was never finished, or is being destroyed; true: damage
+ *
+ * Fresh table and lists; no record is looked at yet: all counters are 0.
+ *
+ * Return: 0; -EBADMSG the header is not right; -ENOMEM; -EMFILE.
+ */
+int kvd_pool_adopt(struct kvd_mm *mm, u32 id, void *owner, struct kvd_reader_group *group,
+		   const struct kvd_region *frames, const struct kvd_region *tokens,
+		   bool *ret_damage, struct kvd_pool **ret_pool);
+
+/** kvd_pool_domain() - domain id in a frames region, or -1: not a whole header */
+int kvd_pool_domain(const struct kvd_region *frames, u32 id);
+
+/** kvd_frame_touch() - a record is about to change; kvd_frame_set() ends it */
+static inline void kvd_frame_touch(struct kvd_pool *pool, u32 pfn)
+{
+	if (pool->mm->undo)
+		kvd_frame_touch_slow(pool->mm->undo, pool, pfn);
+}
+
 /** kvd_pool_nr_free() - FREE pages */
 static inline u32 kvd_pool_nr_free(const struct kvd_pool *pool)
 {
 	return pool->nr[KVD_FREE];
 }
 
-/** kvd_pool_nr_used() - pages that are neither ABSENT nor FREE */
+/** kvd_pool_nr_used() - pages that are neither ABSENT nor FREE nor POISONED */
 static inline u32 kvd_pool_nr_used(const struct kvd_pool *pool)
 {
-	return pool->geo.nr_pages - pool->nr[KVD_ABSENT] - pool->nr[KVD_FREE];
+	return pool->geo.nr_pages - pool->nr[KVD_ABSENT] - pool->nr[KVD_FREE] -
+	       pool->nr[KVD_POISONED];
 }
 
 static inline u32 kvd_pool_extent_of(const struct kvd_pool *pool, u32 pfn)

@@ -63,6 +63,15 @@ int kvd_gens_reserve(struct kvd_gens *g, u64 nr)
 	return r ? r : -EOVERFLOW;
 }
 
+int kvd_gens_adopt(struct kvd_gens *g, u64 nr)
+{
+	int r = kvd_gens_reserve(g, nr);
+
+	if (!r)
+		g->reserved += nr;
+	return r;
+}
+
 static u64 gens_next(struct kvd_gens *g)
 {
 	struct kvd_gen_source *src = g->source;

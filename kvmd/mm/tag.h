@@ -64,6 +64,10 @@ void kvd_gens_init(struct kvd_gens *g, struct kvd_gen_source *src);
  */
 int kvd_gens_reserve(struct kvd_gens *g, u64 nr);
 
+/** kvd_gens_adopt() - a live page of an earlier kvmd: it will need a generation to die.
+ * Return: as kvd_gens_reserve() */
+int kvd_gens_adopt(struct kvd_gens *g, u64 nr);
+
 /** kvd_gens_live() - next generation for a page that comes to life; reserved before */
 u64 kvd_gens_live(struct kvd_gens *g);
 

@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <string.h>
 #include "base/clock.h"
+#include "kvmd/own/image.h"
 
 #define GRACE_POLL_NS (10 * KV_NSEC_PER_MSEC)
 
@@ -53,6 +54,9 @@ int kvd_core_init(struct kvd_core *core, const struct kvd_core_config *cfg)
 	config_check(cfg);
 	memset(core, 0, sizeof(*core));
 	core->cfg = *cfg;
+	core->image = cfg->image;
+	mm->keep = cfg->keep;
+	mm->undo = cfg->image ? &cfg->image->undo : NULL;
 	if (!core->cfg.stall_ns)
 		core->cfg.stall_ns = 10 * KV_NSEC_PER_SEC;
 	if (!core->cfg.idle_shrink_ns)

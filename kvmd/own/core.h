@@ -58,6 +58,8 @@ struct kvd_notify {
 	void (*session_reaped)(void *arg, struct kvd_session *s);
 };
 
+struct kvd_image;
+
 /**
  * struct kvd_core_config - how to start
  * @env, @backend, @gen_source: borrowed for the core's life
@@ -69,6 +71,7 @@ struct kvd_notify {
  * @idle_shrink_ns: an extent that is FREE for so long goes back while another one is FREE
  *too; 0 = 60 s
  * @test_layouts: KV_DTYPE_F32 is allowed
+ * @image, @keep: what outlives this process (image.h, env.h); both or none; borrowed
  */
 struct kvd_core_config {
 	const struct kvd_env *env;
@@ -82,12 +85,16 @@ struct kvd_core_config {
 	u64 stall_ns;
 	u64 idle_shrink_ns;
 	bool test_layouts;
+	struct kvd_image *image;
+	const struct kvd_keep_ops *keep;
 };
 
 /**
  * struct kvd_core - one loop's state
  * @mm: memory half
  * @cfg: as given
+ * @image: NULL: nothing outlives this process
+ * @epochs_stored: kvd_adopt_epochs() has run: tags may change
  * @domains: by id; NULL = unused; owned
  * @tenants: by index; owned
  * @sessions: struct kvd_session.node, LIVE and ENDED
@@ -101,6 +108,8 @@ struct kvd_core_config {
 struct kvd_core {
 	struct kvd_mm mm;
 	struct kvd_core_config cfg;
+	struct kvd_image *image;
+	bool epochs_stored;
 	struct kvd_domain *domains[KVD_DOMAINS_MAX];
 	struct kvd_tenant *tenants[KVD_TENANTS_MAX];
 	struct list_node sessions;
@@ -153,6 +162,16 @@ void kvd_stat(const struct kvd_session *s, const struct kvd_attach *a,
  * path. Return: findings (0 = clean), or -ENOMEM.
  */
 int kvd_audit(struct kvd_core *core, struct kvd_findings *fs);
+
+/**
+ * kvd_audit_quick() - what a sum over the pools can show: counters, lists, ledger
+ *
+ * After kvd_adopt_pool() nothing else can be wrong: it looked at every record itself, and
+ * index and references were made from the records.
+ *
+ * Return: findings.
+ */
+int kvd_audit_quick(struct kvd_core *core, struct kvd_findings *fs);
 
 /**
  * kvd_audit_slice() - check counters, and the records of the next @nr pages

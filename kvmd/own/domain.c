@@ -11,21 +11,31 @@
 #include <string.h>
 #include "base/mutant.h"
 #include "kvmd/own/core.h"
+#include "kvmd/own/image.h"
 
 int kvd_domain_create(struct kvd_core *core, const char *name, const u8 *secret,
 		      struct kvd_domain **ret_domain)
 {
-	struct kvd_domain *d;
 	u32 id = 0;
+
+	while (id < KVD_DOMAINS_MAX && core->domains[id])
+		id++;
+	return kvd_domain_create_at(core, id, name, secret, ret_domain);
+}
+
+int kvd_domain_create_at(struct kvd_core *core, u32 id, const char *name,
+			 const u8 *secret, struct kvd_domain **ret_domain)
+{
+	struct kvd_domain *d;
 
 	if (!name[0] || strlen(name) >= sizeof(d->name))
 		return -EINVAL;
 	if (kvd_domain_find(core, name))
 		return -EEXIST;
-	while (id < KVD_DOMAINS_MAX && core->domains[id])
-		id++;
-	if (id == KVD_DOMAINS_MAX)
+	if (id >= KVD_DOMAINS_MAX)
 		return -ENOSPC;
+	if (core->domains[id])
+		return -EBUSY;
 	d = calloc(1, sizeof(*d));
 	if (!d)
 		return -ENOMEM;
@@ -35,6 +45,7 @@ int kvd_domain_create(struct kvd_core *core, const char *name, const u8 *secret,
 	kvd_reader_group_init(&d->group, core->mm.grace.epoch);
 	list_init(&d->tenants);
 	core->domains[id] = d;
+	kvd_image_domain_set(core->image, id, d->name);
 	*ret_domain = d;
 	return 0;
 }
@@ -75,6 +86,7 @@ int kvd_domain_destroy(struct kvd_core *core, struct kvd_domain *domain)
 	}
 	kv_assert(domain->extent_bytes == 0);
 	core->domains[domain->id] = NULL;
+	kvd_image_domain_set(core->image, domain->id, NULL);
 	memset(domain->secret, 0, sizeof(domain->secret));
 	free(domain);
 	return 0;

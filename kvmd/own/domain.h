@@ -45,6 +45,10 @@ struct kvd_domain {
 int kvd_domain_create(struct kvd_core *core, const char *name, const u8 *secret,
 		      struct kvd_domain **ret_domain);
 
+/** kvd_domain_create_at() - the same under a given id. Return: also -EBUSY it is taken */
+int kvd_domain_create_at(struct kvd_core *core, u32 id, const char *name,
+			 const u8 *secret, struct kvd_domain **ret_domain);
+
 /** kvd_domain_find() - by name, or NULL */
 struct kvd_domain *kvd_domain_find(struct kvd_core *core, const char *name);
 

@@ -16,6 +16,7 @@
 
 void kvd_lease_hold(struct kvd_attach *a, u32 pfn)
 {
+	kvd_crash_point();
 	if (a->refs[pfn]++ == 0) {
 		a->held[pfn / 64] |= 1ull << (pfn % 64);
 		a->nr_held++;
@@ -55,7 +56,9 @@ static void lease_put(struct kvd_session *s, struct kvd_attach *a, u32 pfn, u32 
 	struct kvd_frame *f = &a->pool->frames[pfn];
 
 	kv_assert(f->refs >= nr);
+	kvd_frame_touch(a->pool, pfn);
 	lease_unhold(a, pfn, nr);
+	kvd_crash_point();
 	f->refs -= nr;
 	if (f->refs)
 		kvd_frame_set(a->pool, pfn, f->state, event, s->id);
@@ -159,7 +162,9 @@ int kvd_lease_get(struct kvd_session *s, struct kvd_attach *a, u32 pfn, u32 even
 		kvd_lru_del(a->pool, pfn);
 		state = KVD_SEALED;
 	}
+	kvd_frame_touch(a->pool, pfn);
 	kvd_lease_hold(a, pfn);
+	kvd_crash_point();
 	if (!KV_MUTANT(pin_not_counted))
 		f->refs++;
 	kvd_frame_set(a->pool, pfn, state, event, s->id);
@@ -256,6 +261,7 @@ static void revoke_from(struct kvd_session *s, struct kvd_attach *a, u32 pfn, u6
 	struct kv_page_ref ref = {.pfn = pfn, .tag = tag};
 	struct kvd_frame *f = &a->pool->frames[pfn];
 
+	kvd_frame_touch(a->pool, pfn);
 	f->refs -= a->refs[pfn];
 	lease_unhold(a, pfn, a->refs[pfn]);
 	if (s->state == KVD_SESSION_LIVE)
@@ -280,6 +286,7 @@ int kvd_lease_revoke(struct kvd_pool *pool, u32 pfn, u64 tag)
 	}
 	if (f->state == KVD_CACHED)
 		kvd_lru_del(pool, pfn);
+	kvd_frame_touch(pool, pfn);
 	if (f->flags & KVD_FRAME_SEALING) {
 		kvd_grace_cancel(pool, pfn);
 		f->flags &= (u8)~KVD_FRAME_SEALING;

@@ -159,6 +159,7 @@ static void child_link(struct kvd_pool *pool, struct kvd_frame *f, u32 parent)
 {
 	struct kvd_link *link = &pool->links[f->pfn];
 
+	kvd_frame_touch(pool, f->pfn);
 	f->parent = parent;
 	f->parent_gen = 0;
 	link->walk_parent = 0;
@@ -176,6 +177,7 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 	u32 *head = kvd_prefix_head(pool, key);
 
 	kv_assert(!(f->flags & KVD_FRAME_INDEXED) && parent != pfn);
+	kvd_frame_touch(pool, pfn);
 	memcpy(f->key, key, KV_KEY_BYTES);
 	memcpy(page_tokens_of(pool, pfn), tokens, KV_PAGE_TOKENS * sizeof(u32));
 	f->flags |= KVD_FRAME_INDEXED;
@@ -192,12 +194,27 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 			     kvd_walk_hash(pool, pool->links[parent].walk, tokens));
 }
 
+void kvd_prefix_adopt(struct kvd_pool *pool, u32 pfn)
+{
+	const struct kvd_frame *f = &pool->frames[pfn];
+	u32 *head = kvd_prefix_head(pool, f->key);
+
+	pool->links[pfn].hash_next = *head;
+	*head = pfn;
+	/* No walk entry: tokens are believed only with their key (kvd_prefix_find()). */
+	if (!parent_alive(pool, f))
+		return;
+	pool->links[f->parent].nr_children++;
+	pool->links[pfn].walk_parent = kv_tag_gen(pool->frames[f->parent].tag);
+}
+
 void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn)
 {
 	struct kvd_frame *f = &pool->frames[pfn];
 	u32 *at = kvd_prefix_head(pool, f->key);
 
 	kv_assert(f->flags & KVD_FRAME_INDEXED);
+	kvd_frame_touch(pool, pfn);
 	while (*at != pfn) {
 		kv_assert(*at != KVD_PFN_NONE);
 		at = &pool->links[*at].hash_next;

@@ -132,6 +132,10 @@ u32 kvd_prefix_find_key(const struct kvd_pool *pool, const u8 *key);
 void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 *tokens,
 		       u32 parent, bool root);
 
+/** kvd_prefix_adopt() - enter a page whose record says that it is INDEXED; before any of
+ * the pool's pages is on an LRU */
+void kvd_prefix_adopt(struct kvd_pool *pool, u32 pfn);
+
 /** kvd_prefix_remove() - take an indexed page out of the index (evict, revoke, reset) */
 void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn);
 

@@ -16,8 +16,9 @@ int kvd_seal_start(struct kvd_seal_op *op)
 {
 	const struct kv_seal_arg *arg = &op->arg;
 
-	if (op->nr == 0 || op->nr > KV_BATCH_MAX || (arg->flags & ~KV_SEAL_ROOT) ||
-	    arg->reserved[0] || arg->reserved[1] || arg->reserved[2])
+	if (op->nr == 0 || op->nr > KV_BATCH_MAX ||
+	    (arg->flags & ~(KV_SEAL_ROOT | KV_SEAL_AGAIN)) || arg->reserved[0] ||
+	    arg->reserved[1] || arg->reserved[2])
 		return -EINVAL;
 	for (u32 i = 0; i < op->nr; i++) {
 		if (op->pages[i].pfn >= op->a->pool->geo.nr_pages)
@@ -32,6 +33,17 @@ int kvd_seal_start(struct kvd_seal_op *op)
 	return 0;
 }
 
+/*
+ * Held for writing; or sealed already by this very session, which asks again because kvmd
+ * went before it had answered (KV_SEAL_AGAIN).
+ */
+static bool may_seal(const struct kvd_seal_op *op, const struct kvd_frame *f)
+{
+	return f->state == KVD_ACTIVE ||
+	       ((op->arg.flags & KV_SEAL_AGAIN) && f->state == KVD_SEALED &&
+		f->owner == op->s->id);
+}
+
 /* Every page is held for writing, and named once. */
 static bool seal_valid(struct kvd_seal_op *op)
 {
@@ -43,8 +55,7 @@ static bool seal_valid(struct kvd_seal_op *op)
 
 		if (!kvd_lease_holds(op->s, op->a, pfn, op->pages[i].tag))
 			return false;
-		if (pool->frames[pfn].state != KVD_ACTIVE ||
-		    pool->links[pfn].stamp == mark)
+		if (!may_seal(op, &pool->frames[pfn]) || pool->links[pfn].stamp == mark)
 			return false;
 		pool->links[pfn].stamp = mark;
 	}
@@ -58,6 +69,7 @@ void kvd_prefix_seal_done(struct kvd_pool *pool, u32 pfn)
 
 	kv_assert(f->state == KVD_SEALED && f->refs > 0);
 	kv_assert((f->flags & KVD_FRAME_SEALING) && (f->flags & KVD_FRAME_INDEXED));
+	kvd_frame_touch(pool, pfn);
 	f->flags &= (u8)~KVD_FRAME_SEALING;
 	f->flags |= KVD_FRAME_FINDABLE;
 	f->refs--;
@@ -79,6 +91,12 @@ static u32 seal_page(struct kvd_seal_op *op, u32 i, u32 parent, bool root)
 	struct kvd_frame *f = &pool->frames[pfn];
 
 	dup = kvd_prefix_find(pool, key, tokens, parent, root);
+	if (f->state == KVD_SEALED) { /* KV_SEAL_AGAIN */
+		if (dup != pfn)
+			op->rets[i].flags |= KV_SEALED_DUP;
+		return dup != KVD_PFN_NONE ? dup : pfn;
+	}
+	kvd_frame_touch(pool, pfn);
 	f->tag |= KV_TAG_SEALED;
 	f->crc32c = op->pages[i].crc32c;
 	/* Written from end to end by its owner: nothing of another session is left in it.

@@ -11,14 +11,36 @@
 #include <string.h>
 #include "base/mutant.h"
 #include "kvmd/own/core.h"
+#include "kvmd/own/image.h"
 
 /* Pages of ended sessions that one turn drops. */
 #define DROP_SLICE 8192u
+
+/* Return: 0; -ENOSPC the image is full of sessions. */
+static int session_note(struct kvd_session *s, const struct kvd_session_params *p)
+{
+	struct kvd_image_session is = {
+		.id = s->id,
+		.pid = s->pid,
+		.uid = p->uid,
+		.tenant = s->tenant->index,
+		.role = p->role,
+	};
+
+	if (!s->core->image)
+		return 0;
+	if (p->cookie)
+		memcpy(is.cookie, p->cookie, sizeof(is.cookie));
+	memcpy(is.name, s->name, sizeof(is.name));
+	s->image = kvd_image_session_get(s->core->image, &is);
+	return s->image ? 0 : -ENOSPC;
+}
 
 int kvd_session_create(struct kvd_core *core, const struct kvd_session_params *p,
 		       struct kvd_session **ret_session)
 {
 	struct kvd_session *s;
+	int r;
 
 	if (!p->client_id || kvd_session_find(core, p->client_id))
 		return -EINVAL;
@@ -33,6 +55,11 @@ int kvd_session_create(struct kvd_core *core, const struct kvd_session_params *p
 	snprintf(s->name, sizeof(s->name), "%s", p->name);
 	s->state = KVD_SESSION_LIVE;
 	s->page = p->page;
+	r = session_note(s, p);
+	if (r) {
+		free(s);
+		return r;
+	}
 	s->page->magic = KV_SESSION_MAGIC;
 	s->page->client_id = s->id;
 	kvd_reader_add(&core->mm, &p->tenant->domain->group, &s->reader, s->page);
@@ -142,33 +169,66 @@ int kvd_session_unmapped(struct kvd_session *s, u32 pool_id,
 
 /* --------------------------------------------------------------------------- pools */
 
-static int attach_init(struct kvd_session *s, struct kvd_attach *a, struct kvd_pool *pool)
+static u64 refs_bytes(const struct kvd_pool *pool)
+{
+	return kv_round_up((u64)pool->geo.nr_pages * sizeof(u16), 8);
+}
+
+static u64 lease_bytes(const struct kvd_pool *pool)
 {
 	u64 held = kv_div_round_up(pool->geo.nr_pages, 64) * 8;
 	u64 given = kv_div_round_up(pool->nr_extents, 64) * 8;
-	u64 refs = kv_round_up((u64)pool->geo.nr_pages * sizeof(u16), 8);
+
+	return kv_round_up(refs_bytes(pool) + held + given, 4096);
+}
+
+int kvd_attach_layout(struct kvd_attach *a, struct kvd_pool *pool,
+		      const struct kvd_region *region)
+{
+	u64 held = kv_div_round_up(pool->geo.nr_pages, 64) * 8;
+
+	if (region->size_bytes < lease_bytes(pool))
+		return -EBADMSG;
+	a->region = *region;
+	a->refs = region->addr;
+	a->held = (u64 *)((u8 *)region->addr + refs_bytes(pool));
+	a->given = (u64 *)((u8 *)region->addr + refs_bytes(pool) + held);
+	return 0;
+}
+
+void kvd_session_give_extents(struct kvd_session *s, struct kvd_attach *a)
+{
+	for (u32 i = 0; i < a->pool->nr_extents; i++) {
+		if (a->pool->extents[i].state == KVD_EXTENT_LIVE && !extent_given(a, i))
+			extent_give(s, a, i);
+	}
+}
+
+static int attach_init(struct kvd_session *s, struct kvd_attach *a, struct kvd_pool *pool)
+{
 	const struct kvd_env *env = s->core->mm.env;
+	struct kvd_region region = {
+		.kind = KVD_REGION_LEASES,
+		.pool_id = pool->id,
+		.session_id = s->id,
+		.size_bytes = lease_bytes(pool),
+		.fd = -1,
+	};
 	int r;
 
 	memset(a, 0, sizeof(*a));
-	a->region.kind = KVD_REGION_LEASES;
-	a->region.pool_id = pool->id;
-	a->region.session_id = s->id;
-	a->region.size_bytes = kv_round_up(refs + held + given, 4096);
-	a->region.fd = -1;
-	r = env->region_alloc(env->arg, &a->region);
+	r = env->region_alloc(env->arg, &region);
 	if (r)
 		return r;
-	a->refs = a->region.addr;
-	a->held = (u64 *)((u8 *)a->region.addr + refs);
-	a->given = (u64 *)((u8 *)a->region.addr + refs + held);
+	kv_assert(!kvd_attach_layout(a, pool, &region));
 	a->pool = pool;
 	kvd_batch_set_init(&a->seals, pool, &s->reader, KVD_BATCH_SEAL);
 	pool->nr_sessions++;
-	for (u32 i = 0; i < pool->nr_extents; i++) {
-		if (pool->extents[i].state == KVD_EXTENT_LIVE)
-			extent_give(s, a, i);
+	if (s->image) {
+		s->image->pools[a - s->attach] = kvd_image_pool(pool->id);
+		kvd_crash_point();
 	}
+	kvd_session_give_extents(s, a);
 	return 0;
 }
 
@@ -187,6 +247,10 @@ static void attach_fini(struct kvd_session *s, struct kvd_attach *a)
 	for (u32 i = 0; i < KV_MAGAZINES; i++) {
 		if (s->mags[i].pool == pool)
 			s->mags[i].pool = NULL;
+	}
+	if (s->image) {
+		s->image->pools[a - s->attach] = 0;
+		kvd_crash_point();
 	}
 	env->region_free(env->arg, &a->region);
 	kv_assert(pool->nr_sessions > 0);
@@ -325,6 +389,10 @@ void kvd_session_end(struct kvd_session *s, const char *why)
 		return;
 	s->state = KVD_SESSION_ENDED;
 	s->core->nr_ended++;
+	if (s->image) {
+		s->image->state = KVD_IMAGE_ENDED;
+		kvd_crash_point();
+	}
 	snprintf(line, sizeof(line), "session %llu (%.60s, pid %d) ended: %.40s",
 		 (unsigned long long)s->id, s->name, s->pid, why);
 	s->core->mm.env->log(s->core->mm.env->arg, 6, line);
@@ -357,6 +425,10 @@ static void session_reap(struct kvd_session *s)
 	core->nr_sessions--;
 	core->nr_ended--;
 	s->tenant->nr_sessions--;
+	if (s->image) {
+		s->image->state = KVD_IMAGE_FREE;
+		kvd_crash_point();
+	}
 	core->cfg.notify->session_reaped(core->cfg.notify_arg, s);
 	free(s);
 }

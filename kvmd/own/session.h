@@ -21,6 +21,7 @@
 #include "kvmd/mm/pool.h"
 
 struct kvd_core;
+struct kvd_image_session;
 struct kvd_tenant;
 
 /**
@@ -59,6 +60,7 @@ enum kvd_session_state { KVD_SESSION_LIVE, KVD_SESSION_ENDED };
  * @state: see above
  * @page: session page; hostile; borrowed from the caller until session_reaped()
  * @reader: announce slots
+ * @image: its entry in the image, or NULL
  * @attach: open pools; entries do not move
  * @mags: kvmd's side of the magazines
  * @stale_reports: incidents reported
@@ -74,6 +76,7 @@ struct kvd_session {
 	enum kvd_session_state state;
 	struct kv_session_page *page;
 	struct kvd_reader reader;
+	struct kvd_image_session *image;
 	struct kvd_attach attach[KV_POOLS_MAX];
 	struct kvd_magazine mags[KV_MAGAZINES];
 	u64 stale_reports;
@@ -86,6 +89,7 @@ struct kvd_session {
  * @page: zeroed memory of KV_SESSION_BYTES; the core writes its constants and table_epoch
  * @owner: see struct kvd_session
  * @pid, @name: for people
+ * @uid, @role, @cookie: kept in the image; @cookie may be NULL
  */
 struct kvd_session_params {
 	u64 client_id;
@@ -94,6 +98,9 @@ struct kvd_session_params {
 	void *owner;
 	s32 pid;
 	const char *name;
+	u32 uid;
+	u32 role;
+	const u8 *cookie;
 };
 
 /** kvd_session_create() - Return: 0; -ENOMEM; -EINVAL client_id 0 or in use */
@@ -166,6 +173,14 @@ int kvd_session_close_pool(struct kvd_session *s, u32 pool_id);
  */
 int kvd_session_unmapped(struct kvd_session *s, u32 pool_id,
 			 const struct kv_extent_ref *ref);
+
+/** kvd_attach_layout() - set up @a's pointers into @region, which becomes its own.
+ * Return: 0; -EBADMSG it is too small */
+int kvd_attach_layout(struct kvd_attach *a, struct kvd_pool *pool,
+		      const struct kvd_region *region);
+
+/** kvd_session_give_extents() - give LIVE extents that the session was not given */
+void kvd_session_give_extents(struct kvd_session *s, struct kvd_attach *a);
 
 /** kvd_session_extent_live() - kvd_mm_ops.extent_live */
 void kvd_session_extent_live(struct kvd_pool *pool, u32 index);

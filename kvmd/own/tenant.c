@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "kvmd/own/core.h"
+#include "kvmd/own/image.h"
 
 #define WEIGHT_MAX 1000u
 
@@ -59,21 +60,32 @@ static u32 tenant_index(const struct kvd_core *core)
 int kvd_tenant_create(struct kvd_core *core, struct kvd_domain *domain, const char *name,
 		      const struct kvd_limits *limits, struct kvd_tenant **ret_tenant)
 {
-	u32 index = tenant_index(core), slot = 0;
-	struct kvd_tenant *t;
 	const char *field;
 	int r;
 
-	if (!name[0] || strlen(name) >= sizeof(t->name))
+	if (!name[0] || strlen(name) >= KV_NAME_BYTES)
 		return -EINVAL;
 	if (kvd_tenant_find(core, name))
 		return -EEXIST;
 	r = kvd_limits_check(core, NULL, limits, &field);
 	if (r)
 		return r;
+	return kvd_tenant_create_at(core, domain, tenant_index(core), name, limits,
+				    ret_tenant);
+}
+
+int kvd_tenant_create_at(struct kvd_core *core, struct kvd_domain *domain, u32 index,
+			 const char *name, const struct kvd_limits *limits,
+			 struct kvd_tenant **ret_tenant)
+{
+	struct kvd_tenant *t;
+	u32 slot = 0;
+
+	if (index < KVD_TENANTS_MAX && core->tenants[index])
+		return -EBUSY;
 	while (slot < KVD_DOMAIN_TENANTS_MAX && (domain->tenant_slots & (1u << slot)))
 		slot++;
-	if (index == KVD_TENANTS_MAX || slot == KVD_DOMAIN_TENANTS_MAX)
+	if (index >= KVD_TENANTS_MAX || slot == KVD_DOMAIN_TENANTS_MAX)
 		return -ENOSPC;
 	t = calloc(1, sizeof(*t));
 	if (!t)
@@ -89,6 +101,7 @@ int kvd_tenant_create(struct kvd_core *core, struct kvd_domain *domain, const ch
 	list_add_tail(&domain->tenants, &t->node);
 	core->tenants[index] = t;
 	core->mm.accounts[index] = &t->account;
+	kvd_image_tenant_set(core->image, index, domain->id, t->name);
 	*ret_tenant = t;
 	return 0;
 }
@@ -125,6 +138,7 @@ int kvd_tenant_destroy(struct kvd_core *core, struct kvd_tenant *tenant)
 	core->min_bytes_total -= tenant->account.min_bytes;
 	core->tenants[tenant->index] = NULL;
 	core->mm.accounts[tenant->index] = NULL;
+	kvd_image_tenant_set(core->image, tenant->index, 0, NULL);
 	domain->tenant_slots &= ~(1u << tenant->account.slot);
 	domain->nr_tenants--;
 	list_del(&tenant->node);

@@ -67,6 +67,12 @@ int kvd_limits_check(const struct kvd_core *core, const struct kvd_tenant *tenan
 int kvd_tenant_create(struct kvd_core *core, struct kvd_domain *domain, const char *name,
 		      const struct kvd_limits *limits, struct kvd_tenant **ret_tenant);
 
+/** kvd_tenant_create_at() - the same under a given index; limits are not checked. Return:
+ * also -EBUSY it is taken */
+int kvd_tenant_create_at(struct kvd_core *core, struct kvd_domain *domain, u32 index,
+			 const char *name, const struct kvd_limits *limits,
+			 struct kvd_tenant **ret_tenant);
+
 /** kvd_tenant_find() - by name, or NULL */
 struct kvd_tenant *kvd_tenant_find(struct kvd_core *core, const char *name);
 

@@ -125,7 +125,7 @@ static void verify_charges(struct kvd_core *core, struct kvd_findings *fs)
 			const struct kvd_frame *f = &pool->frames[pfn];
 
 			if (f->state != KVD_ABSENT && f->state != KVD_FREE &&
-			    f->tenant < KVD_TENANTS_MAX)
+			    f->state != KVD_POISONED && f->tenant < KVD_TENANTS_MAX)
 				used[f->tenant] += pool->geo.stride_bytes;
 		}
 		for (u32 e = 0; pool && e < pool->nr_extents; e++)
@@ -207,6 +207,21 @@ int kvd_audit(struct kvd_core *core, struct kvd_findings *fs)
 	verify_charges(core, fs);
 	r = verify_generations(core, fs);
 	return r ? r : (int)fs->nr;
+}
+
+int kvd_audit_quick(struct kvd_core *core, struct kvd_findings *fs)
+{
+	fs->nr = 0;
+	fs->checked = 0;
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		if (!core->mm.pools[i])
+			continue;
+		kvd_audit_counters(core->mm.pools[i], fs);
+		kvd_audit_lists(core->mm.pools[i], fs);
+	}
+	verify_accounts(core, fs);
+	verify_charges(core, fs);
+	return (int)fs->nr;
 }
 
 bool kvd_audit_slice(struct kvd_core *core, u32 nr, struct kvd_findings *fs)

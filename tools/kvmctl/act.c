@@ -161,6 +161,22 @@ int ctl_reload(struct ctl *ctl)
 	return r;
 }
 
+int ctl_upgrade(struct ctl *ctl)
+{
+	cJSON *reply = NULL;
+	int r;
+
+	r = ctl_ask(ctl, ctl_request("upgrade"), &reply);
+	if (r)
+		return r;
+	if (ctl->args.json)
+		r = ctl_json(ctl, reply, "upgrade");
+	else
+		printf("the program takes over from the keeper; engines go on\n");
+	cJSON_Delete(reply);
+	return r;
+}
+
 int ctl_fault(struct ctl *ctl)
 {
 	cJSON *request = ctl_request("fault"), *reply = NULL;

@@ -173,6 +173,7 @@ int ctl_audit(struct ctl *ctl);
 int ctl_evict(struct ctl *ctl);
 int ctl_events(struct ctl *ctl);
 int ctl_reload(struct ctl *ctl);
+int ctl_upgrade(struct ctl *ctl);
 int ctl_fault(struct ctl *ctl);
 int ctl_version(struct ctl *ctl);
 int ctl_plan(struct ctl *ctl);

@@ -31,6 +31,8 @@ static const struct ctl_verb verbs[] = {
 	{"trace", NULL, "[--limit N] [--state PATH]", "the last events inside kvmd", 0, 0,
 	 ctl_trace},
 	{"reload", NULL, "", "read the configuration again", 0, 0, ctl_reload},
+	{"upgrade", NULL, "", "start the installed kvmd in place of the running one", 0,
+	 0, ctl_upgrade},
 	{"plan", NULL, "--model DIR|--preset P --bytes SIZE [--tp N]",
 	 "how many tokens of KV fit; needs no daemon", 0, 0, ctl_plan},
 	{"doctor", NULL, "", "try out this host: GPU memory, limits; needs no daemon", 0,

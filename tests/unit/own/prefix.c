@@ -249,7 +249,7 @@ KVT_TEST(seal_arguments_are_checked)
 	op.nr = KV_BATCH_MAX + 1;
 	KVT_EXPECT_EQ(kvd_seal_start(&op), -EINVAL);
 	op = good;
-	op.arg.flags = 2;
+	op.arg.flags = 4;
 	KVT_EXPECT_EQ(kvd_seal_start(&op), -EINVAL);
 	op = good;
 	op.arg.reserved[2] = 1;

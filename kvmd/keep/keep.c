@@ -1,0 +1,240 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* keep/keep.c - kvmd's side of the keeper. See keep.h. */
+#include "kvmd/keep/keep.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "kvmd/dbg/fault.h"
+#include "kvmd/dbg/log.h"
+
+#define ANSWER_S 2 /* a keeper that is silent for so long counts as dead */
+
+/* ----------------------------------------------------------------- starting one */
+
+/* Becomes the keeper: not a child of ours, so that nobody has to wait for it. */
+static void become_keeper(int listen_fd, int die_with)
+{
+	char fd_text[16], die_text[16];
+	sigset_t none;
+
+	if (setsid() < 0 || fork())
+		_exit(0);
+	sigemptyset(&none);
+	sigprocmask(SIG_SETMASK, &none, NULL);
+	if (dup2(listen_fd, 3) < 0)
+		_exit(1);
+	snprintf(fd_text, sizeof(fd_text), "%d", 3);
+	snprintf(die_text, sizeof(die_text), "%d", die_with);
+	execl("/proc/self/exe", "kvmd-keeper", "--keeper-process", fd_text, die_text,
+	      NULL);
+	_exit(1);
+}
+
+static int start(struct kvd_keep *k)
+{
+	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	int fd, r = 0, status;
+	mode_t mask;
+	pid_t pid;
+
+	strcpy(addr.sun_path, k->path);
+	unlink(k->path);
+	fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	if (fd < 0)
+		return -errno;
+	mask = umask(0177);
+	if (bind(fd, (struct sockaddr *)&addr, sizeof(addr)) || listen(fd, 8))
+		r = -errno;
+	umask(mask);
+	pid = r ? -1 : fork();
+	if (pid == 0)
+		become_keeper(fd, k->die_with);
+	if (pid < 0)
+		r = r ? r : -errno;
+	else if (waitpid(pid, &status, 0) == pid && status)
+		r = -ECHILD;
+	close(fd);
+	if (!r)
+		k->nr_started++;
+	return r;
+}
+
+static int connect_to(struct kvd_keep *k)
+{
+	struct timeval tv = {.tv_sec = ANSWER_S};
+	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), r;
+
+	if (fd < 0)
+		return -errno;
+	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));
+	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
+	strcpy(addr.sun_path, k->path);
+	if (connect(fd, (struct sockaddr *)&addr, sizeof(addr))) {
+		r = -errno;
+		close(fd);
+		return r;
+	}
+	k->fd = fd;
+	return 0;
+}
+
+int kvd_keep_open(struct kvd_keep *k, const char *state_dir, int die_with,
+		  bool *ret_found)
+{
+	int r;
+
+	k->fd = -1;
+	k->die_with = die_with;
+	k->nr_started = 0;
+	if ((size_t)snprintf(k->path, sizeof(k->path), "%s/keeper.sock", state_dir) >=
+	    sizeof(k->path))
+		return -ENAMETOOLONG;
+	*ret_found = true;
+	r = connect_to(k);
+	if (r != -ENOENT && r != -ECONNREFUSED)
+		return r;
+	*ret_found = false;
+	return kvd_keep_restart(k);
+}
+
+int kvd_keep_restart(struct kvd_keep *k)
+{
+	int r;
+
+	if (k->fd >= 0)
+		close(k->fd);
+	k->fd = -1;
+	r = start(k);
+	return r ? r : connect_to(k);
+}
+
+void kvd_keep_close(struct kvd_keep *k, bool quit)
+{
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_QUIT};
+
+	if (k->fd < 0)
+		return;
+	if (quit) {
+		send(k->fd, &m, sizeof(m), MSG_NOSIGNAL);
+		unlink(k->path);
+	}
+	close(k->fd);
+	k->fd = -1;
+}
+
+/* ----------------------------------------------------------------------- messages */
+
+static int say(int conn, const struct kvd_keep_msg *m, int fd)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(sizeof(int))];
+	} control;
+	struct iovec iov = {.iov_base = (void *)(uintptr_t)m, .iov_len = sizeof(*m)};
+	struct msghdr mh = {.msg_iov = &iov, .msg_iovlen = 1};
+	struct cmsghdr *cm;
+
+	if (fd >= 0) {
+		memset(&control, 0, sizeof(control));
+		mh.msg_control = &control;
+		mh.msg_controllen = sizeof(control.bytes);
+		cm = CMSG_FIRSTHDR(&mh);
+		cm->cmsg_level = SOL_SOCKET;
+		cm->cmsg_type = SCM_RIGHTS;
+		cm->cmsg_len = CMSG_LEN(sizeof(int));
+		memcpy(CMSG_DATA(cm), &fd, sizeof(int));
+	}
+	return sendmsg(conn, &mh, MSG_NOSIGNAL) == (ssize_t)sizeof(*m) ? 0 : -EPIPE;
+}
+
+/* Return: 0; -EPIPE: whatever it is, it is not our keeper any more. */
+static int hear(int conn, struct kvd_keep_msg *m, int *ret_fd)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(sizeof(int))];
+	} control;
+	struct iovec iov = {.iov_base = m, .iov_len = sizeof(*m)};
+	struct msghdr mh = {.msg_iov = &iov,
+			    .msg_iovlen = 1,
+			    .msg_control = &control,
+			    .msg_controllen = sizeof(control.bytes)};
+	struct cmsghdr *cm;
+	ssize_t n;
+
+	*ret_fd = -1;
+	do {
+		n = recvmsg(conn, &mh, MSG_CMSG_CLOEXEC);
+	} while (n < 0 && errno == EINTR);
+	cm = n < 0 ? NULL : CMSG_FIRSTHDR(&mh);
+	if (cm && cm->cmsg_level == SOL_SOCKET && cm->cmsg_type == SCM_RIGHTS)
+		memcpy(ret_fd, CMSG_DATA(cm), sizeof(int));
+	if (n == (ssize_t)sizeof(*m) && m->magic == KVD_KEEP_MAGIC &&
+	    !(mh.msg_flags & (MSG_TRUNC | MSG_CTRUNC)))
+		return 0;
+	if (*ret_fd >= 0)
+		close(*ret_fd);
+	*ret_fd = -1;
+	return -EPIPE;
+}
+
+int kvd_keep_put(struct kvd_keep *k, const struct kvd_keep_key *key, int fd)
+{
+	struct kvd_keep_msg m = {
+		.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_PUT, .key = *key};
+	int none, r;
+
+	if (k->fd < 0)
+		return -EPIPE;
+	kvd_crash_point();
+	r = say(k->fd, &m, fd);
+	kvd_crash_point();
+	if (!r)
+		r = hear(k->fd, &m, &none);
+	if (r || m.op != KVD_KEEP_PUT)
+		return -EPIPE;
+	return m.result;
+}
+
+void kvd_keep_del(struct kvd_keep *k, const struct kvd_keep_key *key)
+{
+	struct kvd_keep_msg m = {
+		.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_DEL, .key = *key};
+
+	kvd_crash_point();
+	if (k->fd >= 0)
+		say(k->fd, &m, -1);
+	kvd_crash_point();
+}
+
+int kvd_keep_list(struct kvd_keep *k,
+		  void (*fn)(void *arg, const struct kvd_keep_key *key, int fd),
+		  void *arg)
+{
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_LIST};
+	int fd, r, nr = 0;
+
+	r = say(k->fd, &m, -1);
+	while (!r) {
+		r = hear(k->fd, &m, &fd);
+		if (r)
+			break;
+		if (m.op == KVD_KEEP_END)
+			return m.result == nr ? nr : -EPIPE;
+		if (m.op != KVD_KEEP_ENTRY || fd < 0)
+			return -EPIPE;
+		fn(arg, &m.key, fd);
+		nr++;
+	}
+	return r;
+}

@@ -1,0 +1,234 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * keep/keeper.c - the keeper's own process: a table of fds and one loop. See keep.h.
+ *
+ * Started by kvmd as `kvmd --keeper-process`. Anything unexpected on a connection ends
+ * that connection, never what is held.
+ */
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "kvmd/keep/keep.h"
+
+struct entry {
+	struct kvd_keep_key key;
+	int fd;
+};
+
+struct keeper {
+	struct entry *all;
+	u32 nr, room;
+	int conn;
+	bool quit;
+};
+
+static struct entry *find(struct keeper *k, const struct kvd_keep_key *key)
+{
+	for (u32 i = 0; i < k->nr; i++)
+		if (!memcmp(&k->all[i].key, key, sizeof(*key)))
+			return &k->all[i];
+	return NULL;
+}
+
+static int put(struct keeper *k, const struct kvd_keep_key *key, int fd)
+{
+	struct entry *e = find(k, key);
+
+	if (e) { /* the same thing again: the new one is right */
+		close(e->fd);
+		e->fd = fd;
+		return 0;
+	}
+	if (k->nr == k->room) {
+		u32 room = k->room ? k->room * 2 : 256;
+		struct entry *all;
+
+		if (room > KVD_KEEP_MAX)
+			return -ENFILE;
+		all = realloc(k->all, room * sizeof(*all));
+		if (!all)
+			return -ENOMEM;
+		k->all = all;
+		k->room = room;
+	}
+	k->all[k->nr++] = (struct entry){.key = *key, .fd = fd};
+	return 0;
+}
+
+static void del(struct keeper *k, const struct kvd_keep_key *key)
+{
+	struct entry *e = find(k, key);
+
+	if (!e)
+		return;
+	close(e->fd);
+	*e = k->all[--k->nr];
+}
+
+static int say(int conn, const struct kvd_keep_msg *m, int fd)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(sizeof(int))];
+	} control;
+	struct iovec iov = {.iov_base = (void *)(uintptr_t)m, .iov_len = sizeof(*m)};
+	struct msghdr mh = {.msg_iov = &iov, .msg_iovlen = 1};
+	struct cmsghdr *cm;
+
+	if (fd >= 0) {
+		memset(&control, 0, sizeof(control));
+		mh.msg_control = &control;
+		mh.msg_controllen = sizeof(control.bytes);
+		cm = CMSG_FIRSTHDR(&mh);
+		cm->cmsg_level = SOL_SOCKET;
+		cm->cmsg_type = SCM_RIGHTS;
+		cm->cmsg_len = CMSG_LEN(sizeof(int));
+		memcpy(CMSG_DATA(cm), &fd, sizeof(int));
+	}
+	return sendmsg(conn, &mh, MSG_NOSIGNAL) == (ssize_t)sizeof(*m) ? 0 : -EPIPE;
+}
+
+/* One message and at most one fd. Return: 0; -EAGAIN; -EPIPE the connection is over. */
+static int hear(int conn, struct kvd_keep_msg *m, int *ret_fd)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(sizeof(int))];
+	} control;
+	struct iovec iov = {.iov_base = m, .iov_len = sizeof(*m)};
+	struct msghdr mh = {.msg_iov = &iov,
+			    .msg_iovlen = 1,
+			    .msg_control = &control,
+			    .msg_controllen = sizeof(control.bytes)};
+	struct cmsghdr *cm;
+	ssize_t n;
+
+	*ret_fd = -1;
+	n = recvmsg(conn, &mh, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+	if (n < 0)
+		return errno == EAGAIN || errno == EINTR ? -EAGAIN : -EPIPE;
+	cm = CMSG_FIRSTHDR(&mh);
+	if (cm && cm->cmsg_level == SOL_SOCKET && cm->cmsg_type == SCM_RIGHTS)
+		memcpy(ret_fd, CMSG_DATA(cm), sizeof(int));
+	if (n != (ssize_t)sizeof(*m) || m->magic != KVD_KEEP_MAGIC ||
+	    (mh.msg_flags & (MSG_TRUNC | MSG_CTRUNC))) {
+		if (*ret_fd >= 0)
+			close(*ret_fd);
+		*ret_fd = -1;
+		return -EPIPE;
+	}
+	return 0;
+}
+
+static int list(struct keeper *k)
+{
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_ENTRY};
+
+	for (u32 i = 0; i < k->nr; i++) {
+		m.key = k->all[i].key;
+		if (say(k->conn, &m, k->all[i].fd))
+			return -EPIPE;
+	}
+	m.op = KVD_KEEP_END;
+	m.result = (s32)k->nr;
+	return say(k->conn, &m, -1);
+}
+
+/* Return: 0; -EAGAIN nothing more is there; -EPIPE. @dead: the peer gets no answer. */
+static int serve_one(struct keeper *k, bool dead)
+{
+	struct kvd_keep_msg m;
+	int fd, r;
+
+	r = hear(k->conn, &m, &fd);
+	if (r)
+		return r;
+	switch (m.op) {
+	case KVD_KEEP_PUT:
+		m.result = fd < 0 ? -EBADF : put(k, &m.key, fd);
+		if (m.result && fd >= 0)
+			close(fd);
+		return dead ? 0 : say(k->conn, &m, -1);
+	case KVD_KEEP_DEL:
+		del(k, &m.key);
+		return 0;
+	case KVD_KEEP_LIST:
+		return dead ? 0 : list(k);
+	case KVD_KEEP_QUIT:
+		k->quit = true;
+		return 0;
+	}
+	if (fd >= 0)
+		close(fd);
+	return -EPIPE;
+}
+
+static void conn_close(struct keeper *k)
+{
+	if (k->conn >= 0)
+		close(k->conn);
+	k->conn = -1;
+}
+
+/* A new kvmd. What the old one had still sent is taken first. */
+static void take_over(struct keeper *k, int listen_fd)
+{
+	struct ucred cred;
+	socklen_t len = sizeof(cred);
+	int fd = accept4(listen_fd, NULL, NULL, SOCK_CLOEXEC);
+
+	if (fd < 0)
+		return;
+	if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &len) ||
+	    cred.uid != geteuid()) {
+		close(fd);
+		return;
+	}
+	while (k->conn >= 0 && !serve_one(k, true))
+		;
+	conn_close(k);
+	k->conn = fd;
+}
+
+static void all_fds(void)
+{
+	struct rlimit lim;
+
+	if (getrlimit(RLIMIT_NOFILE, &lim))
+		return;
+	lim.rlim_cur = lim.rlim_max;
+	setrlimit(RLIMIT_NOFILE, &lim);
+}
+
+int kvd_keeper_main(int listen_fd, int die_with)
+{
+	struct keeper k = {.conn = -1};
+	int pidfd = die_with ? (int)syscall(SYS_pidfd_open, die_with, 0) : -1;
+
+	if (die_with && pidfd < 0)
+		return 1;
+	prctl(PR_SET_NAME, "kvmd-keeper");
+	all_fds();
+	while (!k.quit) {
+		struct pollfd p[3] = {{.fd = k.conn, .events = POLLIN},
+				      {.fd = listen_fd, .events = POLLIN},
+				      {.fd = pidfd, .events = POLLIN}};
+
+		if (poll(p, 3, -1) < 0 && errno != EINTR)
+			return 1;
+		if (p[2].revents)
+			break;
+		if (p[0].revents && serve_one(&k, false) == -EPIPE)
+			conn_close(&k);
+		if (p[1].revents)
+			take_over(&k, listen_fd);
+	}
+	return 0; /* the kernel closes what is held */
+}

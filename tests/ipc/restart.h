@@ -1,0 +1,241 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * restart.h - a kvmd with a keeper that is killed and started again, and what its clients
+ * do. For tests/ipc/restart*.c.
+ */
+#ifndef TESTS_IPC_RESTART_H
+#define TESTS_IPC_RESTART_H
+
+#include "tests/ipc/common.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include "kvmd/own/image.h"
+
+static struct eng_private_kvmd kvmd;
+static const char *host_bytes = "256MiB";
+
+/* ------------------------------------------------------------------- kill and start */
+
+static inline void again_with(const char *faults)
+{
+	char path[1200], fd_text[16], byte;
+	int fds[2];
+
+	ipc_build_path("kvmd", path, sizeof(path));
+	KVT_EXPECT_EQ(pipe(fds), 0);
+	snprintf(fd_text, sizeof(fd_text), "%d", fds[1]);
+	kvmd.pid = fork();
+	if (kvmd.pid == 0) {
+		int log = open(kvmd.log_path, O_WRONLY | O_APPEND | O_CREAT, 0600);
+
+		dup2(log, 1);
+		dup2(log, 2);
+		close(fds[0]);
+		execl(path, path, "--private", kvmd.dir, "--die-with-parent", "--keeper",
+		      "--host-bytes", host_bytes, "--faults", faults, "--ready-fd",
+		      fd_text, NULL);
+		_exit(127);
+	}
+	close(fds[1]);
+	if (read(fds[0], &byte, 1) != 1 && !strcmp(faults, "crash=0")) {
+		ipc_show_log(&kvmd);
+		KVT_FAIL("kvmd does not start again");
+	}
+	close(fds[0]);
+}
+
+static inline void again(void)
+{
+	again_with("crash=0");
+}
+
+static inline void kill_kvmd(void)
+{
+	kill(kvmd.pid, SIGKILL);
+	waitpid(kvmd.pid, NULL, 0);
+}
+
+static inline void start(void)
+{
+	const char *args[] = {"--keeper",     "--faults", "crash=0",
+			      "--host-bytes", host_bytes, NULL};
+
+	ipc_start(&kvmd, args);
+}
+
+static inline bool log_has(const char *text)
+{
+	char line[512];
+	FILE *f = fopen(kvmd.log_path, "r");
+	bool found = false;
+
+	while (f && !found && fgets(line, sizeof(line), f))
+		found = strstr(line, text) != NULL;
+	if (f)
+		fclose(f);
+	return found;
+}
+
+/* Keepers end with us: their command line names us. */
+static inline pid_t keeper_pid(void)
+{
+	char path[300], text[200], want[32];
+	DIR *dir = opendir("/proc");
+	struct dirent *d;
+	pid_t pid = 0;
+
+	snprintf(want, sizeof(want), "%d", getpid());
+	while (!pid && (d = readdir(dir))) {
+		const char *arg[4] = {NULL};
+		ssize_t n;
+		int fd, nr = 0;
+
+		snprintf(path, sizeof(path), "/proc/%s/cmdline", d->d_name);
+		fd = atoi(d->d_name) > 0 ? open(path, O_RDONLY) : -1;
+		n = fd >= 0 ? read(fd, text, sizeof(text) - 1) : -1;
+		if (fd >= 0)
+			close(fd);
+		for (ssize_t i = 0; i < n && nr < 4; i += (ssize_t)strlen(text + i) + 1) {
+			text[n] = 0;
+			arg[nr++] = text + i;
+		}
+		if (nr == 4 && !strcmp(arg[1], "--keeper-process") &&
+		    !strcmp(arg[3], want))
+			pid = atoi(d->d_name);
+	}
+	closedir(dir);
+	return pid;
+}
+
+static inline struct kv_stat stat_of(struct kvc_pool *pool)
+{
+	struct kv_stat s;
+
+	KVT_EXPECT_EQ(kvc_stat(pool, &s), 0);
+	return s;
+}
+
+/* ------------------------------------------------------------------------- helpers */
+
+static inline void tokens_of(u32 seed, u32 *ret, u32 pages)
+{
+	for (u32 i = 0; i < pages * KV_PAGE_TOKENS; i++)
+		ret[i] = seed * 1000003u + i;
+}
+
+static inline void fill(struct kvc_pool *pool, u32 pfn, u32 seed)
+{
+	u32 *p = kvc_page_addr(pool, pfn);
+
+	for (u32 i = 0; i < 1024; i++)
+		p[i] = seed * 2654435761u + i;
+}
+
+static inline bool filled(struct kvc_pool *pool, u32 pfn, u32 seed)
+{
+	const u32 *p = kvc_page_addr(pool, pfn);
+
+	for (u32 i = 0; p && i < 1024; i++)
+		if (p[i] != seed * 2654435761u + i)
+			return false;
+	return p != NULL;
+}
+
+/* Does a step still find the page to be the one it was given? */
+static inline bool passes(struct kvc *c, struct kvc_pool *pool, struct kv_grant g)
+{
+	struct kv_row row = kv_row_make(g.pfn, g.tag, 0, 7, 0);
+	struct kvc_check_request q = {
+		.rows = &row, .nonce = 7, .nr_rows = 1, .length = 1};
+	struct kvc_step *step;
+	struct kv_verdict v;
+	bool ok;
+
+	KVT_EXPECT_EQ(kvc_step_begin(c, &step), 0);
+	KVT_EXPECT_EQ(kvc_step_check(step, pool, &q, 1, &v), 0);
+	ok = kv_verdict_ok(v, kvc_step_number(step), 1);
+	kvc_step_retire(step);
+	return ok;
+}
+
+static inline int seal(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,
+		       u32 seed)
+{
+	u32 tokens[8 * KV_PAGE_TOKENS], crc[8] = {0};
+	struct kv_seal_ret rets[8];
+	struct kvc_seal s = {.size_bytes = sizeof(s),
+			     .nr_pages = nr,
+			     .pages = pages,
+			     .crc32c = crc,
+			     .tokens = tokens,
+			     .ret_seals = rets};
+
+	tokens_of(seed, tokens, nr);
+	return kvc_seal(pool, &s);
+}
+
+static inline u32 lookup(struct kvc_pool *pool, u32 nr, u32 seed, struct kv_hit *hits)
+{
+	u32 tokens[8 * KV_PAGE_TOKENS], found = 0;
+	int r;
+
+	tokens_of(seed, tokens, nr);
+	r = kvc_lookup(pool, tokens, nr * KV_PAGE_TOKENS, nr, hits, &found);
+	if (r && r != KV_MISS)
+		KVT_FAIL("kvc_lookup: %d %s", r, kvc_strerror(NULL));
+	return r ? 0 : found;
+}
+
+/* Wait until @nr pages are found, and let them go again. */
+static inline void wait_findable(struct kvc_pool *pool, u32 nr, u32 seed)
+{
+	struct kv_hit hits[8];
+	u32 got = 0;
+
+	for (u32 i = 0; i < 1000 && got != nr; i++) {
+		got = lookup(pool, nr, seed, hits);
+		for (u32 k = 0; k < got; k++)
+			KVT_EXPECT_EQ(kvc_unpin(pool, &hits[k].grant, 1), 0);
+		if (got != nr)
+			usleep(1000);
+	}
+	KVT_EXPECT_EQ(got, nr);
+}
+
+/* Map kvmd's page records, as somebody who can flip bits in them. */
+static inline u8 *records_map(const char *name, size_t *ret_bytes)
+{
+	char path[64], link[128];
+	u8 *map = NULL;
+
+	for (int i = 0; i < 256 && !map; i++) {
+		struct stat st;
+		ssize_t n;
+		int fd;
+
+		snprintf(path, sizeof(path), "/proc/%d/fd/%d", kvmd.pid, i);
+		n = readlink(path, link, sizeof(link) - 1);
+		if (n < 0)
+			continue;
+		link[n] = 0;
+		if (!strstr(link, name))
+			continue;
+		fd = open(path, O_RDWR);
+		KVT_EXPECT(fd >= 0 && !fstat(fd, &st));
+		map = mmap(NULL, (size_t)st.st_size, PROT_READ | PROT_WRITE, MAP_SHARED,
+			   fd, 0);
+		*ret_bytes = (size_t)st.st_size;
+		close(fd);
+	}
+	KVT_EXPECT(map && map != MAP_FAILED);
+	return map;
+}
+
+#endif

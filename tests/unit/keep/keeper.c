@@ -1,0 +1,214 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * keeper.c - the keeper alone: it holds what it was given, whatever its peer does.
+ */
+#include "tests/kvt.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include "kvmd/keep/keep.h"
+
+static char dir[64];
+static pid_t pid;
+
+static int socket_at(struct sockaddr_un *addr)
+{
+	memset(addr, 0, sizeof(*addr));
+	addr->sun_family = AF_UNIX;
+	snprintf(addr->sun_path, sizeof(addr->sun_path), "%.60s/keeper.sock", dir);
+	return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+}
+
+static void keeper_start(void)
+{
+	struct sockaddr_un addr;
+	int fd;
+
+	strcpy(dir, "/tmp/kvmd-keep-XXXXXX");
+	KVT_EXPECT(mkdtemp(dir) != NULL);
+	fd = socket_at(&addr);
+	KVT_EXPECT(fd >= 0 && !bind(fd, (void *)&addr, sizeof(addr)) && !listen(fd, 8));
+	pid = fork();
+	if (pid == 0)
+		_exit(kvd_keeper_main(fd, getppid()));
+	close(fd);
+}
+
+static void keeper_end(void)
+{
+	int status;
+
+	for (int i = 0; i < 2000; i++) {
+		if (waitpid(pid, &status, WNOHANG) == pid) {
+			KVT_EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+			return;
+		}
+		usleep(1000);
+	}
+	KVT_FAIL("the keeper does not end");
+}
+
+static void open_keep(struct kvd_keep *k)
+{
+	bool found;
+
+	memset(k, 0, sizeof(*k));
+	KVT_EXPECT_EQ(kvd_keep_open(k, dir, 0, &found), 0);
+	KVT_EXPECT(found);
+}
+
+static int file_with(char byte)
+{
+	int fd = memfd_create("t", MFD_CLOEXEC);
+
+	KVT_EXPECT(write(fd, &byte, 1) == 1);
+	return fd;
+}
+
+struct seen {
+	u32 nr;
+	char bytes[64];
+};
+
+static void see(void *arg, const struct kvd_keep_key *key, int fd)
+{
+	struct seen *s = arg;
+
+	KVT_EXPECT(key->index < sizeof(s->bytes));
+	KVT_EXPECT(pread(fd, &s->bytes[key->index], 1, 0) == 1);
+	s->nr++;
+	close(fd);
+}
+
+static struct kvd_keep_key key_of(u32 index)
+{
+	return (struct kvd_keep_key){.kind = KVD_KEEP_EXTENT, .pool = 1, .index = index};
+}
+
+static int put(struct kvd_keep *k, u32 index, char byte)
+{
+	struct kvd_keep_key key = key_of(index);
+	int fd = file_with(byte), r = kvd_keep_put(k, &key, fd);
+
+	close(fd);
+	return r;
+}
+
+KVT_TEST(what_was_put_is_listed_until_deleted)
+{
+	struct kvd_keep_key key = key_of(1);
+	struct seen s = {0};
+	struct kvd_keep k;
+
+	keeper_start();
+	open_keep(&k);
+	for (u32 i = 0; i < 8; i++)
+		KVT_EXPECT_EQ(put(&k, i, (char)('a' + i)), 0);
+	KVT_EXPECT_EQ(put(&k, 3, 'z'), 0); /* the same key again */
+	kvd_keep_del(&k, &key);
+	key.session = 5;
+	kvd_keep_del(&k, &key); /* there is no such thing */
+	kvd_keep_close(&k, false);
+	open_keep(&k); /* the next kvmd */
+	KVT_EXPECT_EQ(kvd_keep_list(&k, see, &s), 7);
+	KVT_EXPECT(s.bytes[0] == 'a' && s.bytes[3] == 'z' && !s.bytes[1]);
+	kvd_keep_close(&k, true);
+	keeper_end();
+}
+
+/* What a kvmd sent before it was killed is taken before the next one is served. */
+KVT_TEST(what_a_dead_kvmd_had_sent_counts)
+{
+	struct kvd_keep_key key = key_of(2);
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_DEL, .key = key};
+	struct seen s = {0};
+	struct kvd_keep k, next;
+
+	keeper_start();
+	open_keep(&k);
+	KVT_EXPECT_EQ(put(&k, 2, 'b') + put(&k, 4, 'd'), 0);
+	kill(pid, SIGSTOP);
+	KVT_EXPECT_EQ(send(k.fd, &m, sizeof(m), 0), (ssize_t)sizeof(m));
+	open_keep(&next);
+	kvd_keep_close(&k, false);
+	kill(pid, SIGCONT);
+	KVT_EXPECT_EQ(kvd_keep_list(&next, see, &s), 1);
+	KVT_EXPECT(s.bytes[4] == 'd');
+	kvd_keep_close(&next, true);
+	keeper_end();
+}
+
+/* A peer that talks nonsense loses its connection, and nothing else. */
+KVT_TEST(nonsense_ends_the_connection_only)
+{
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = 77};
+	struct seen s = {0};
+	struct kvd_keep k;
+	char byte;
+
+	keeper_start();
+	open_keep(&k);
+	KVT_EXPECT_EQ(put(&k, 6, 'f'), 0);
+	for (u32 i = 0; i < 4; i++) {
+		if (i == 1)
+			m.magic = 1;
+		m.op = i == 2 ? KVD_KEEP_PUT : m.op; /* and no fd with it */
+		m.magic = i == 2 ? KVD_KEEP_MAGIC : m.magic;
+		KVT_EXPECT(send(k.fd, &m, i == 3 ? 5 : sizeof(m), 0) > 0);
+		if (i == 2) { /* refused, not fatal */
+			KVT_EXPECT_EQ(recv(k.fd, &m, sizeof(m), 0), (ssize_t)sizeof(m));
+			KVT_EXPECT_EQ(m.result, -EBADF);
+			continue;
+		}
+		KVT_EXPECT_EQ(recv(k.fd, &byte, 1, 0), 0); /* hang-up */
+		kvd_keep_close(&k, false);
+		open_keep(&k);
+	}
+	KVT_EXPECT_EQ(kvd_keep_list(&k, see, &s), 1);
+	KVT_EXPECT(s.bytes[6] == 'f');
+	kvd_keep_close(&k, true);
+	keeper_end();
+}
+
+/* Nobody waits for a keeper that does not answer. */
+KVT_TEST(silent_keeper_counts_as_dead)
+{
+	struct kvd_keep k;
+
+	keeper_start();
+	open_keep(&k);
+	kill(pid, SIGSTOP);
+	KVT_EXPECT_EQ(put(&k, 1, 'a'), -EPIPE);
+	kill(pid, SIGKILL);
+	waitpid(pid, NULL, 0);
+	KVT_EXPECT_EQ(put(&k, 1, 'a'), -EPIPE);
+}
+
+static int keeper_of_a_dead(void)
+{
+	keeper_start();
+	usleep(200000); /* it looks for us */
+	_exit(0);
+}
+
+KVT_TEST(keeper_ends_with_whom_it_was_told_to)
+{
+	char path[128];
+	pid_t parent;
+	int fds[2];
+
+	KVT_EXPECT_EQ(pipe(fds), 0);
+	parent = fork();
+	if (parent == 0) {
+		close(fds[0]);
+		keeper_of_a_dead();
+	}
+	close(fds[1]); /* the keeper has the other one: end of file is its end */
+	waitpid(parent, NULL, 0);
+	KVT_EXPECT_EQ(read(fds[0], path, 1), 0);
+}
+
+KVT_MAIN()
