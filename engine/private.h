@@ -36,10 +36,10 @@ struct eng_private_kvmd {
  * @error_bytes: room at @ret_error
  *
  * kvmd is $KV_BUILD/kvmd, else it is looked for beside this program and in the
- *directories above it. Waits 10 s at most.
+ *	directories above it. Waits 10 s at most.
  *
  * Return: 0; -ENOENT no kvmd found; -ETIMEDOUT; -ECHILD it ended before it served (the
- *end of its log is in @ret_error); another -errno of mkdtemp, pipe or spawn.
+ *	end of its log is in @ret_error); another -errno of mkdtemp, pipe or spawn.
  */
 int eng_private_kvmd_start(const char *const *extra_args,
 			   struct eng_private_kvmd *ret_kvmd, char *ret_error,

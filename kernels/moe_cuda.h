@@ -25,7 +25,7 @@ int kvk_moe_int4_cuda(const struct kvk_moe_args *a, kvk_stream stream);
 
 /**
  * kvk_moe_int4_loads() - the same kernel without its products: what the access pattern
- *alone costs. For benchmarks; y is meaningless
+ *	alone costs. For benchmarks; y is meaningless
  */
 int kvk_moe_int4_loads(const struct kvk_moe_args *a, kvk_stream stream);
 

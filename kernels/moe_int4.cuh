@@ -7,23 +7,23 @@
  *
  *	FIRST	(token tile, row block) of h = silu(W1 x) * (W3 x)
  *	SECOND	(token tile, row block) of out[slot] = W2 h; waits for the tile's FIRST
- *units SUM	(row block, a few tokens) of y = sum_k weight * out; waits for the block's
- *SECONDs
+ *	units SUM	(row block, a few tokens) of y = sum_k weight * out; waits for the block's
+ *	SECONDs
  *
  * A unit waits only for units claimed before it, and those never wait for later ones: no
  * deadlock whatever the order in which CTAs run. A token tile is up to 8 NTMAX tokens of
  * one expert; experts without tokens have no tile and cost nothing.
  *
  * A CTA is sixteen consumer warps and four feeding ones around two rings in shared
- *memory. The weight warp runs ahead through units of all kinds, so the stream never
- *drains at the end of an expert or of a GEMM. Two token warps take turns: they wait for
- *what a unit depends on and bring its rows of x or h. The last warp makes finished units
- *known, so that no consumer ever waits for a fence. Consumers are two groups of eight
- *that take alternate stages; group 1 hands its sums to group 0 at the end of a unit.
+ *	memory. The weight warp runs ahead through units of all kinds, so the stream never
+ *	drains at the end of an expert or of a GEMM. Two token warps take turns: they wait for
+ *	what a unit depends on and bring its rows of x or h. The last warp makes finished units
+ *	known, so that no consumer ever waits for a fence. Consumers are two groups of eight
+ *	that take alternate stages; group 1 hands its sums to group 0 at the end of a unit.
  *
  * Weights are the A operand (rows on M), tokens the narrow N side. Products are exact
- *(bf16 or f16 times small integers), sums f32, the group's scale multiplies the group's
- *sum. h is f16 with a power of two per slot and 128 columns (or f32 where warps split the
+ *	(bf16 or f16 times small integers), sums f32, the group's scale multiplies the group's
+ *	sum. h is f16 with a power of two per slot and 128 columns (or f32 where warps split the
  * columns): no overflow, no loss to bf16 rounding.
  */
 #ifndef KVK_MOE_INT4_CUH

@@ -7,7 +7,7 @@
  *
  *	[4 blocks of 32 columns][32 lanes][4 words]	2048 bytes of nibbles
  *	[8 row octets' lane g][128 / group][4 rows]	16-bit scales, 64 * 128 / group
- *bytes
+ *	bytes
  *
  * Lane 4 g + t of block b holds the words of rows g, g + 8, g + 16, g + 24 for columns
  * 32 b + 8 t .. + 7: exactly its share of the A operand of mma.m16n8k16, with x in its

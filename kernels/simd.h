@@ -72,7 +72,7 @@ struct kvk_mix {
  * @scores: s[r][j] = q[r] . k[j] for 4 rows and nr_tokens (a multiple of 4) tokens; dim a
  *	multiple of 16; s rows are 64 apart
  * @softmax: one page of online softmax of a row: s (dots) becomes p, *max and *sum move
- *on; returns the factor for what was summed before
+ *	on; returns the factor for what was summed before
  * @mix: see struct kvk_mix
  * @gemm: see struct kvk_gemm_panel
  * @silu_mul: y[i] = silu(g[i]) * u[i]; any n

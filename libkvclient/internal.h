@@ -3,9 +3,9 @@
  * internal.h - what the files of libkvclient share.
  *
  * One struct kvc = one session. What belongs to one connection to one instance of kvmd
- *(socket, ring, session page, published tables) is a struct kvc_link; a reconnect makes a
- *new one and the old one goes when no call and no step uses it any more. Its session page
- *stays mapped until kvc_close(): magazine pops and retires reach it without a lock.
+ *	(socket, ring, session page, published tables) is a struct kvc_link; a reconnect makes a
+ *	new one and the old one goes when no call and no step uses it any more. Its session page
+ *	stays mapped until kvc_close(): magazine pops and retires reach it without a lock.
  *
  * Locks, in the order they may be taken:
  *	1. registry (fork.c)	list of connections; fork handlers
@@ -16,7 +16,7 @@
  * No lock is held while a call waits for a completion. Steps take none but 5.
  *
  * The only file-scope state is the registry and the thread-local words of error.c and
- *alloc.c.
+ *	alloc.c.
  */
 #ifndef KVC_INTERNAL_H
 #define KVC_INTERNAL_H
@@ -154,7 +154,7 @@ void kvc_ring_forget_pool(struct kvc_ring *ring, const struct kvc_pool *pool);
  * @owner: thread that pops from it, 0 = nobody; claimed by compare-and-swap
  * @pool_serial: pool it is stocked for; 0 = none yet, ~0 = not to be used on this link
  * @stocked, @popped: counters; their difference is a guess of what is left (recalls make
- *it too high); the first is written by whoever takes the refill's completion
+ *	it too high); the first is written by whoever takes the refill's completion
  * @refill_nr: pages to ask for; doubles while they are used up
  * @cursor: where the next pop looks first
  * @refilling: a refill is on its way
@@ -214,7 +214,7 @@ struct kvc_link {
  * @number: 0 = not begun; unique in the session
  * @launch: position in the order of launches; 0 = not launched
  * @begun: set when begin has read all it needs; kvc_pool_close() and the link collector
- *wait for a claimed slot that is not begun yet
+ *	wait for a claimed slot that is not begun yet
  */
 struct kvc_step {
 	struct kvc *c;

@@ -3,15 +3,15 @@
  * map.c - pools, their tables, and extents in a reserved address range. Tour 7/12.
  *
  * A pool reserves addresses for all pages it can ever hold, once, without memory behind
- *them. An extent is mapped at index * extent_bytes once per (index, serial), when
- *EXTENT_ADDED brings its descriptor:
+ *	them. An extent is mapped at index * extent_bytes once per (index, serial), when
+ *	EXTENT_ADDED brings its descriptor:
  *
  *	NONE -> MAPPED -> REMOVING -> UNACKED -> NONE
  *
  * EXTENT_REMOVED makes it REMOVING; it is unmapped when every step that had begun by then
- *has retired, and only then is UNMAPPED sent: kvmd uses an extent index again only after
- *that, so a page whose extent is MAPPED always lies in the extent kvmd means. Extents of
- *a lost connection go the same way, without UNMAPPED.
+ *	has retired, and only then is UNMAPPED sent: kvmd uses an extent index again only after
+ *	that, so a page whose extent is MAPPED always lies in the extent kvmd means. Extents of
+ *	a lost connection go the same way, without UNMAPPED.
  *
  * Lock: kvc.lock (2 in internal.h) for all changes; the state word is read without.
  */

@@ -458,7 +458,7 @@ static int take_result(struct kvc_ring *ring, struct kvc_req *req,
  *
  * Context: the caller holds a reference to @link and no lock.
  * Return: the request's answer; -ETIMEDOUT; -ECONNRESET kvmd hung up, the request may or
- *may not have been served; -EPROTO a completion that is none; -E2BIG.
+ *	may not have been served; -EPROTO a completion that is none; -E2BIG.
  */
 int kvc_ring_call(struct kvc_link *link, struct kvc_req *req, u64 deadline_ns)
 {
@@ -516,7 +516,7 @@ int kvc_ring_post(struct kvc_link *link, const struct kvc_req *req, u32 kind)
  * kvc_ring_settle_frees() - wait for the frees that were sent without waiting
  *
  * Return: 0; KV_STALE some page was found gone since the last call; -ETIMEDOUT; the
- *ring's error.
+ *	ring's error.
  */
 int kvc_ring_settle_frees(struct kvc_link *link, u64 deadline_ns)
 {

@@ -67,7 +67,7 @@ static int alloc_slots(struct kvc_ring *ring, u32 arg_bytes)
  * kvc_ring_init() - map the ring that came with HELLO's reply
  * @ring: zeroed
  * @fds: ring, submission eventfd, completion eventfd; on success the eventfds are the
- *ring's, the first stays the caller's
+ *	ring's, the first stays the caller's
  *
  * Return: 0; -EPROTO the ring is not as promised; -ENOMEM.
  */

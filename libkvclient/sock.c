@@ -145,7 +145,7 @@ static void take_fds(struct kvc_msg_in *in, struct msghdr *mh)
  * @in: the message; kvc_msg_close_fds() it
  *
  * Return: 0; -EAGAIN none is there; -ECONNRESET kvmd hung up; -EPROTO not a message of
- *ours; -EMFILE descriptors were lost because this process has no room.
+ *	ours; -EMFILE descriptors were lost because this process has no room.
  */
 int kvc_sock_recv(int sock, struct kvc_msg_in *in)
 {

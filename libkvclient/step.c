@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * step.c - announce and retire, and what a step's mirror needs (design 5, P3 and P6).
- *Tour 9/12.
+ *	Tour 9/12.
  *
  * The order in kvc_step_begin() is the protocol:
  *
  *	load grace_epoch				any table of the session's pools
  *	store it in the claimed slot, full barrier	kv_slot_announce()
  *	load table_epoch of the session page		other than the link's: IDLE,
- *attach, again load log_head					kvc_step_block(), per pool
+ *	attach, again load log_head					kvc_step_block(), per pool
  *
  * kvmd's half: kill the tag, log it, advance grace_epoch, full barrier, read the slots
  * (kvd_grace_advance()). Either kvmd sees the slot, and the page's bytes stay until it
- *retires, or the step sees the log entry, and its check fails.
+ *	retires, or the step sees the log entry, and its check fails.
  *
  * Threads: no lock. A slot is claimed by setting its bit in kvc.slot_mask; one that is
- *claimed but not yet begun is waited for by whoever wants to unmap a table
- *(kvc_wait_begun()). Stream positions are under kvc_pool.lock.
+ *	claimed but not yet begun is waited for by whoever wants to unmap a table
+ *	(kvc_wait_begun()). Stream positions are under kvc_pool.lock.
  */
 #include "internal.h"
 

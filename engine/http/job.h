@@ -3,11 +3,11 @@
  * job.h - one completion, shared by the HTTP thread that asked and the engine's loop.
  *
  * The HTTP thread makes a job, puts it into the bounded queue and waits on it; the loop
- *submits it, appends text and ends it. Everything below "guarded" is under job.lock. Each
- *side holds a reference; the last eng_job_put() frees.
+ *	submits it, appends text and ends it. Everything below "guarded" is under job.lock. Each
+ *	side holds a reference; the last eng_job_put() frees.
  *
  *	QUEUED -> ACTIVE -> ENDED        eng_job_cancel() at any time: the loop aborts the
- *request
+ *	request
  *
  * Lock order: eng_jobs.lock, then eng_job.lock. Neither is held while calling the engine.
  */

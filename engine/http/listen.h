@@ -22,9 +22,9 @@ struct eng_listener {
 /**
  * eng_listen() - open one
  * @address: "127.0.0.1:PORT", "[::1]:PORT" or "localhost:PORT"; other addresses are
- *refused, there is no authentication here. NULL with @path
+ *	refused, there is no authentication here. NULL with @path
  * @path: Unix socket; an old socket that nobody listens on is replaced. NULL with
- *@address
+ *	@address
  *
  * Return: 0; -EINVAL; -EADDRINUSE; another -errno of socket, bind, listen.
  */

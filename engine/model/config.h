@@ -61,12 +61,12 @@ struct eng_rope {
  *	qk_nope_head_dim, qk_rope_head_dim, v_head_dim
  * @latent_norm_eps: MLA: q_a and kv_a norms (1e-6 whatever rms_norm_eps says)
  * @sm_scale: multiplies attention scores: 1 / sqrt(q head size), times YaRN's mscale
- *squared (MLA)
+ *	squared (MLA)
  * @nr_dense: layers 0 .. nr_dense - 1 have a dense MLP, the rest experts
  * @dense_inter: inner size of a dense MLP
  * @nr_experts, @top_k, @expert_inter: routed experts
  * @shared_inter: inner size of the shared expert (n_shared_experts * expert_inter); 0 =
- *none
+ *	none
  * @nr_groups, @top_groups: group limit of the router; 1, 1 = off
  * @norm_topk: weights divided by their sum
  * @routed_scale: routed_scaling_factor

@@ -59,7 +59,7 @@ struct eng_mlp {
  * @kv_a: [latent + rope][hidden]
  * @kv_a_norm: [latent]
  * @w_uk_t: [heads][latent][nope], from kv_b_proj: absorbed query = W q_nope, per head;
- *for linear with nr_batch = heads (rows latent, cols nope). BF16 or F32, never quantised
+ *	for linear with nr_batch = heads (rows latent, cols nope). BF16 or F32, never quantised
  * @w_uv: [heads][v][latent], from kv_b_proj: head output = W (attention over latents)
  * @o: [hidden][heads * v]
  *
@@ -120,7 +120,7 @@ struct eng_arena;
  * @final_norm: [hidden]
  * @tok: owner; NULL with no_tokenizer
  * @model_id: BLAKE2b-256 over configuration and weights as loaded: equal weights equal
- *id, other quantisation other id; shards, file names and the tokenizer do not count
+ *	id, other quantisation other id; shards, file names and the tokenizer do not count
  * @kv_scales: static KV scales in struct kv_layout's order (MLA [layers], GQA
  *	[layers][kv_heads][2]), or NULL if the directory has none
  * @nr_kv_scales: their number
@@ -154,7 +154,7 @@ struct eng_model {
  *
  * Context: any thread; blocks on files; uses all OpenMP threads.
  * Return: 0; -ENOENT a file is missing; -EINVAL malformed; -ENOTSUP not built; -ENOMEM;
- *-EIO.
+ *	-EIO.
  */
 int eng_model_load(const char *dir, const struct eng_model_options *opt,
 		   struct eng_model **ret, struct eng_err *err);

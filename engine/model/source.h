@@ -63,7 +63,7 @@ int eng_source_put_check(const struct eng_source *s, u32 dtype, u32 group,
  * eng_source_put() - write the matrix in a kernels' form
  * @s: checked with eng_source_put_check()
  * @dtype: KVK_F32 (widened, dequantised), KVK_BF16 (kept, or rounded from a quantised
- *form), KVK_E4M3 or KVK_INT4 (kept or quantised)
+ *	form), KVK_E4M3 or KVK_INT4 (kept or quantised)
  * @group: INT4
  * @data, @scales: as struct kvk_weight wants them, rows * cols
  *

@@ -18,11 +18,11 @@ u32 eng_kv_nr_scales(const struct eng_model *m);
  * @tokens: nr_tokens ids, run in windows of 1,024, each alone
  * @nr_tokens: 1 and up
  * @ret_amax: [eng_kv_nr_scales(m)] in struct kv_layout's order: MLA one per layer (latent
- *and rope); GQA [layers][kv_heads][2] (K, V)
+ *	and rope); GQA [layers][kv_heads][2] (K, V)
  * @err: one line when it failed
  *
  * K/V goes through BF16 pages while this runs; values are looked at before they are
- *rounded. Return: 0 or -errno.
+ *	rounded. Return: 0 or -errno.
  */
 int eng_kv_amax(struct eng_model *m, const char *socket_path, const u32 *tokens,
 		size_t nr_tokens, float *ret_amax, struct eng_err *err);

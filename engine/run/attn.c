@@ -3,12 +3,12 @@
  * attn.c - the attention block of a layer: projections, rope, append, attention, output.
  *
  * MLA in absorbed form. With q = (q_nope, q_rope) per head and W_UK, W_UV the two halves
- *of kv_b_proj, scores against a token's latent c and rotated k_rope are
+ *	of kv_b_proj, scores against a token's latent c and rotated k_rope are
  *
  *	q_nope . (W_UK c) + q_rope . k_rope  =  (W_UK^T q_nope) . c + q_rope . k_rope
  *
  * so a page holds (c, k_rope) only, the query is moved into latent space once per token,
- *and the sum of latents comes back through W_UV.
+ *	and the sum of latents comes back through W_UV.
  *
  * GQA: optional bias and per-head RMS norm of q and k, rope on the first rope.dim values.
  */

@@ -69,7 +69,7 @@ static int get_page(struct eng_engine *e, struct eng_request *r, u32 nr_pages)
  * @r: a running request; younger ones may be preempted for it
  *
  * Return: true: it can take part in the step; false: not now (it may be WAITING or DONE,
- *and then is the list's last).
+ *	and then is the list's last).
  */
 bool eng_decode_slot(struct eng_engine *e, struct eng_request *r)
 {

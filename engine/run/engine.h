@@ -3,9 +3,9 @@
  * engine.h - the inference engine: requests in, tokens out, K/V in pages of kvmd.
  *
  * One struct eng_engine = one model, one session of kvmd, one pool, one scheduler. Its
- *owner calls eng_engine_turn() in a loop and eng_engine_wait() when a turn had nothing to
- *do. All functions belong to that one thread; only eng_engine_wake() and
- *eng_engine_stats() may be called from others.
+ *	owner calls eng_engine_turn() in a loop and eng_engine_wait() when a turn had nothing to
+ *	do. All functions belong to that one thread; only eng_engine_wake() and
+ *	eng_engine_stats() may be called from others.
  *
  * A request is a small state machine::
  *
@@ -13,10 +13,10 @@
  *	(caller) ------->  WAITING  ------------------------------------->  PREFILL
  *	                     ^  |                                            |   |
  *	      preempted:     |  | abort, no pages within admit_ms            |   | all
- *tokens of the pages given    |  v                                            |   |
- *sequence are in back, computed +-DONE <--- stale page, abort, error -----------+   v
- *pages again later    |  ^                                              DECODE: a token a
- *step
+ *	tokens of the pages given    |  v                                            |   |
+ *	sequence are in back, computed +-DONE <--- stale page, abort, error -----------+   v
+ *	pages again later    |  ^                                              DECODE: a token a
+ *	step
  *	                     +--|------------------------------------------------|
  *	                        +--- stop token, stop string, length, abort -----+
  *
@@ -115,7 +115,7 @@ struct eng_options {
  * @no_prefix: look nothing up, seal nothing
  * @keep_logits: result.logits holds the logits of the newest sample
  * @targets: NULL, or [nr_prompt]: result.target_logprobs[i] becomes the log-probability
- *of targets[i] after prompt[0 .. i]; copied. Such a request looks nothing up
+ *	of targets[i] after prompt[0 .. i]; copied. Such a request looks nothing up
  * @on_token: called for each new token, before the request may become DONE; may call
  *	eng_request_stop() and eng_request_abort()
  * @on_done: called once, when it is DONE; may call eng_request_free()
@@ -193,7 +193,7 @@ struct eng_stats {
 
 /**
  * eng_engine_create() - connect to kvmd, open the model's pool, allocate everything a
- *step needs
+ *	step needs
  * @m: borrowed; must outlive the engine
  * @opt: NULL = all defaults
  * @ret: owner; eng_engine_destroy()
@@ -219,7 +219,7 @@ void eng_engine_destroy(struct eng_engine *e);
  *
  * Return: requests that took part in a step; 0: nothing could run, eng_engine_wait();
  *	-errno: kvmd broke the protocol or ended the session; the engine is of no more
- *use.
+ *	use.
  */
 int eng_engine_turn(struct eng_engine *e);
 
@@ -247,7 +247,7 @@ const struct kv_layout *eng_engine_layout(struct eng_engine *e);
  * @ret: owner; eng_request_free(), or eng_engine_destroy() does
  *
  * Return: 0; -EINVAL a parameter (@err names it); -E2BIG prompt or prompt + max_tokens
- *too long for the model or the pool; -EAGAIN waiting_max requests wait; -ENOMEM.
+ *	too long for the model or the pool; -EAGAIN waiting_max requests wait; -ENOMEM.
  */
 int eng_request_submit(struct eng_engine *e, const struct eng_params *p,
 		       struct eng_request **ret, struct eng_err *err);

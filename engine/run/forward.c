@@ -3,12 +3,12 @@
  * forward.c - one forward pass over the step's tokens.
  *
  *	embed -> per layer: norm, attention block, norm, dense MLP or router + experts +
- *shared
+ *	shared
  *	-> final norm -> lm_head on the rows that are sampled or scored -> sample
  *
  * x is the residual stream: each norm first adds the last block's output y to it. Shapes
- *are in struct eng_act. Failed requests flow through as NaN rows and disturb nobody:
- *every token is computed by itself.
+ *	are in struct eng_act. Failed requests flow through as NaN rows and disturb nobody:
+ *	every token is computed by itself.
  */
 #include "engine/run/internal.h"
 

@@ -20,7 +20,7 @@
  *	request that needs pages gets the same pfns: KV_BAD_GEN
  * @ENG_INJECT_LATE_WRITER: as REUSE, for the page @victim appends to
  * @ENG_INJECT_OLD_GEN: @victim's page was freed, given out again and overwritten, and its
- *row still carries the old generation: KV_BAD_GEN
+ *	row still carries the old generation: KV_BAD_GEN
  * @ENG_INJECT_BAD_PFN: a pfn behind the end of the pool: KV_BAD_PFN
  * @ENG_INJECT_WRITE_SEALED: WRITE on a sealed page: KV_BAD_SEALED
  * @ENG_INJECT_TRUNCATED: the last row is left out: KV_BAD_LENGTH
@@ -28,7 +28,7 @@
  * @ENG_INJECT_MIRROR_BEHIND: @victim's step runs on a mirror that lacks part of the log:
  *	KV_BAD_MIRROR
  * @ENG_INJECT_FOREIGN: a row that names @foreign, a page of another domain: KV_BAD_GEN
- *(and whatever else does not match)
+ *	(and whatever else does not match)
  */
 enum eng_inject_kind {
 	ENG_INJECT_NONE = 0,
@@ -53,7 +53,7 @@ enum eng_inject_kind {
  * @victim: an admitted request (PREFILL or DECODE)
  * @other: SWAP_ROWS: another admitted request; else NULL
  * @row, @nr_rows: rows of @victim that are damaged; nr_rows 0 = 1. REUSE and OLD_GEN need
- *rows that are full and not sealed (engine option no_seal)
+ *	rows that are full and not sealed (engine option no_seal)
  * @foreign: FOREIGN: a grant of another pool
  */
 struct eng_inject {
@@ -69,8 +69,8 @@ struct eng_inject {
  * eng_inject_arm() - damage now, or in @victim's next step
  *
  * Return: 0; -EPERM the engine was created without options.inject; -EINVAL the request
- *has no such row or is not admitted; -EBUSY another injection waits for its step;
- *-ETIMEDOUT the freed page did not come back; the errors of kvc_free() and kvc_alloc().
+ *	has no such row or is not admitted; -EBUSY another injection waits for its step;
+ *	-ETIMEDOUT the freed page did not come back; the errors of kvc_free() and kvc_alloc().
  */
 int eng_inject_arm(struct eng_engine *e, const struct eng_inject *inject);
 

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * kv.c - page tables of requests: leases from kvmd on one side, rows for the check on the
- *other.
+ *	other.
  *
  * A row is made when the lease enters the table and carries the hash of (nonce, index).
- *What is given back to kvmd are the leases, never the rows: a damaged row cannot free
- *another's page.
+ *	What is given back to kvmd are the leases, never the rows: a damaged row cannot free
+ *	another's page.
  *
  *	page i:  leased -> [ZERO or COPY in the step that first writes it] -> appended to
  *	         -> full -> digest in the same step -> sealed after that step has retired

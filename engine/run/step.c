@@ -196,7 +196,7 @@ static void step_end(struct eng_engine *e)
  * eng_step_run() - run step.seqs through one step
  *
  * Return: 0; KV_BUSY, -ETIMEDOUT: kvmd is away, nothing was done; another -errno: the
- *engine cannot go on.
+ *	engine cannot go on.
  */
 int eng_step_run(struct eng_engine *e)
 {

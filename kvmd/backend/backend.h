@@ -51,14 +51,14 @@ struct kvd_backend_limits {
  * struct kvd_backend_ops - hooks of a backend
  * @name: "host", "cuda", "cuda-legacy"
  * @extent_alloc: create an extent of @size_bytes, zeroed by the driver or kernel. Return:
- *0; -ENOMEM no memory left (the core answers KV_FULL); -EMFILE; -EAGAIN the backend is
- *not ready yet (the core answers KV_PENDING); -EIO the device failed. On failure nothing
- *is left
+ *	0; -ENOMEM no memory left (the core answers KV_FULL); -EMFILE; -EAGAIN the backend is
+ *	not ready yet (the core answers KV_PENDING); -EIO the device failed. On failure nothing
+ *	is left
  * @extent_free: release it to the driver. Every session has unmapped it or is dead.
- *Cannot fail
+ *	Cannot fail
  * @limits: geometry; constant for the life of the backend
  * @extent_adopt: NULL, or take over an extent that an earlier kvmd made: @fd is the
- *handle's on success. Return: 0; -errno it is not such an extent
+ *	handle's on success. Return: 0; -errno it is not such an extent
  */
 struct kvd_backend_ops {
 	const char *name;

@@ -8,7 +8,7 @@
 /**
  * kvd_host_create() - the host backend
  * @capacity_bytes: most that all extents may hold together; 0: half of the memory that
- *this process may use (machine and memory cgroup)
+ *	this process may use (machine and memory cgroup)
  * @extent_bytes: size of every extent; 0 = the core chooses one for each layout
  * @ret_backend: kvd_host_destroy() it when no extent is left
  *

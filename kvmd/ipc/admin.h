@@ -6,8 +6,8 @@
  *	                                     -> {"ok":false,"code":-2,"error":"..."}
  *
  * code is -errno, or a positive enum kv_outcome for a refusal. {"op":"events"} streams
- *one JSON object a line until the peer hangs up. Only root and the daemon's own uid get
- *in, by SO_PEERCRED, whatever the socket's mode.
+ *	one JSON object a line until the peer hangs up. Only root and the daemon's own uid get
+ *	in, by SO_PEERCRED, whatever the socket's mode.
  *
  * Thread rules: the loop thread only.
  */

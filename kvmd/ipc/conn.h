@@ -6,10 +6,10 @@
  *	AWAY -> OPEN (of a new connection) | CLOSED
  *
  * UNKNOWN: connected, no HELLO. OPEN: has a session. CLOSED: socket and ring are gone and
- *the session has ended; session page and pidfd stay until the core has reaped it (P8).
+ *	the session has ended; session page and pidfd stay until the core has reaped it (P8).
  *
  * Thread rules: the loop thread only. A conn is freed at the end of a turn, never inside
- *one.
+ *	one.
  */
 #ifndef KVD_IPC_CONN_H
 #define KVD_IPC_CONN_H

@@ -84,7 +84,7 @@ void kvd_loop_on_wake(struct kvd_loop *loop, void (*fn)(void *arg), void *arg);
  *
  * At most KVD_LOOP_BATCH callbacks run.
  * Return: callbacks run; 0 at the deadline, now and then earlier (a removed watch's last
- *word); -errno.
+ *	word); -errno.
  */
 int kvd_loop_wait(struct kvd_loop *loop, u64 deadline_ns);
 

@@ -30,7 +30,7 @@ struct kvd_request;
  * @arg_fixed, @arg_each: arg_bytes must be arg_fixed + nr * arg_each
  * @ret_fixed, @ret_each: ret_bytes must be at least ret_fixed + nr * ret_each
  * @start: arguments are in request->args. Return: KVD_REQUEST_AGAIN: @step is called in
- *later turns; KVD_REQUEST_PARK: @step is called when pages are free; else the result
+ *	later turns; KVD_REQUEST_PARK: @step is called when pages are free; else the result
  * @step: NULL: @start always finishes
  */
 struct kvd_op {

@@ -15,7 +15,7 @@ struct kvd;
  * kvd_policy_apply() - make core's tenants and limits what @config says
  * @error: KVD_CONFIG_ERROR_BYTES
  * @ret_deferred: tenants that use more than their new max, or that are gone from the file
- *but still have sessions or pages
+ *	but still have sessions or pages
  *
  * Everything that can be refused is refused before the first change.
  * Return: 0; -EINVAL; -ENOMEM; -ENOSPC.

@@ -96,7 +96,7 @@ void kvd_serve_parked(struct kvd *kvd);
 /**
  * kvd_serve_cancel() - drop a connection's requests
  * @pool_id: only those of this pool, which is being closed: they complete with
- *-ECANCELED; 0: all, silently: the session has ended
+ *	-ECANCELED; 0: all, silently: the session has ended
  */
 void kvd_serve_cancel(struct kvd_conn *conn, u32 pool_id);
 

@@ -39,7 +39,7 @@ struct kvd_state {
  *
  * A missing directory is made with mode 0700. No counters yet means both are 0.
  * Return: 0; -EBUSY another daemon holds it; -EBADMSG damaged; -EPERM others may write to
- *it; -errno.
+ *	it; -errno.
  */
 int kvd_state_open(const char *path, struct kvd_state *state, char *error,
 		   size_t error_bytes);

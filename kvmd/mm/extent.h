@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * mm/extent.h - extents of a pool: growing, giving to sessions, taking back (design
- *section 4).
+ *	section 4).
  *
  *	NONE -> LIVE -> DRAINING -> NONE
  *
  * NONE: index free. LIVE: pages usable. DRAINING: every page was FREE and is ABSENT now;
- *waits until each session that was given the fd has acknowledged or was reaped. It stays
- *charged to its domain until then, and its index is not used again before. Loop thread
- *only.
+ *	waits until each session that was given the fd has acknowledged or was reaped. It stays
+ *	charged to its domain until then, and its index is not used again before. Loop thread
+ *	only.
  */
 #ifndef KVD_EXTENT_H
 #define KVD_EXTENT_H
@@ -63,7 +63,7 @@ int kvd_geometry_choose(u64 stride_bytes, const struct kvd_backend_limits *limit
  *
  * Return: 0; KV_FULL: the capacity is used up or promised to tenants below their min;
  *	KV_PENDING: the backend is not ready; -errno of the backend other than -ENOMEM,
- *-EAGAIN. On failure nothing changed.
+ *	-EAGAIN. On failure nothing changed.
  */
 int kvd_extent_grow(struct kvd_pool *pool);
 

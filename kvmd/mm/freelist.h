@@ -101,7 +101,7 @@ void kvd_freelist_put(struct kvd_pool *pool, u32 pfn);
 /**
  * kvd_freelist_take() - take one page; the caller has checked that there is one
  * @clean_first: prefer pages that need no zeroing (KV_GFP_ZERO); else used ones go first,
- *so that untouched memory stays untouched
+ *	so that untouched memory stays untouched
  */
 u32 kvd_freelist_take(struct kvd_pool *pool, bool clean_first);
 

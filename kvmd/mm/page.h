@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * mm/page.h - the page record (frame), its states, and who may touch a page in each of
- *them.
+ *	them.
  *
  * A pool's records lie in one region, one fixed 128-byte record per pfn, naturally
- *aligned, behind a self-describing header. Records are the only truth after a crash:
- *lists, counters and charges are rebuilt from them. Volatile links live beside them in
- *struct kvd_link.
+ *	aligned, behind a self-describing header. Records are the only truth after a crash:
+ *	lists, counters and charges are rebuilt from them. Volatile links live beside them in
+ *	struct kvd_link.
  *
  * State is changed by kvd_frame_set() alone, which checks the step against the legality
- *table in page.c, moves the counters of pool and tenant, notes the event and renews the
- *check word.
+ *	table in page.c, moves the counters of pool and tenant, notes the event and renews the
+ *	check word.
  *
  *	ABSENT -> FREE                     extent added
  *	FREE -> ACTIVE | MAGAZINE          alloc, stock

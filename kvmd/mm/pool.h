@@ -29,7 +29,7 @@ struct kvd_pool;
 /**
  * struct kvd_mm_ops - what mm/ asks of own/; all mandatory
  * @quarantine_done: no step can touch @pfn any more: drop its charge; the page is FREE
- *when this returns
+ *	when this returns
  * @seal_done: @pfn may be found from now on
  * @evict: take CACHED @pfn out of the index, kill it and put it into quarantine
  * @may_grow: may @pool's domain take @extent_bytes more from the device? (min of others)

@@ -17,7 +17,7 @@ struct kvd_tenant;
  * kvd_charge_try() - charge @nr pages of @pool to @tenant, or nothing
  *
  * Return: 0; KV_QUOTA: above the tenant's max; KV_FULL: the memory is promised to tenants
- *that are below their min.
+ *	that are below their min.
  */
 int kvd_charge_try(struct kvd_tenant *tenant, struct kvd_pool *pool, u32 nr);
 

@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * own/core.h - the pure core of one loop (one GPU): everything mm/ and own/ know, and the
- *calls by which the daemon, the simulator and benchmarks drive it.
+ *	calls by which the daemon, the simulator and benchmarks drive it.
  *
  * The core makes no system call, reads no clock and starts no thread. Time goes in
- *through kvd_core_now(), memory and saved counters through struct kvd_env, extents
- *through struct kvd_backend; what others must be told comes out through struct
- *kvd_notify. One thread drives it:
+ *	through kvd_core_now(), memory and saved counters through struct kvd_env, extents
+ *	through struct kvd_backend; what others must be told comes out through struct
+ *	kvd_notify. One thread drives it:
  *
  *	kvd_core_now(core, now);
  *	... session calls: kvd_lease_alloc(), kvd_seal_step(), ... for everything that
- *arrived ... next = kvd_core_run(core);      closes the turn: grace periods, reclaim,
- *reaping
+ *	arrived ... next = kvd_core_run(core);      closes the turn: grace periods, reclaim,
+ *	reaping
  *
  * A grant may be told to its client as soon as the call returned: tags are published by
- *then.
+ *	then.
  */
 #ifndef KVD_CORE_H
 #define KVD_CORE_H
@@ -34,7 +34,7 @@
 
 /**
  * struct kvd_notify - what the core tells; all mandatory; called inside core calls, must
- *not call back into the core
+ *	not call back into the core
  * @extent_added: @s must get the fd of @pool->extents[index] before its next completion
  * @extent_removed: @s must unmap it and answer kvd_session_unmapped()
  * @revoked: pages of @s are gone: one message for [nr] pages
@@ -42,7 +42,7 @@
  * @pages_freed: @pool has free pages again after an allocation had failed
  * @stalled: @s has held back a grace period for longer than stall_ms
  * @session_reaped: @s is freed when this returns: its page may be unmapped, its fds
- *closed
+ *	closed
  */
 struct kvd_notify {
 	void (*extent_added)(void *arg, struct kvd_session *s, struct kvd_pool *pool,
@@ -69,7 +69,7 @@ struct kvd_image;
  * @capacity_bytes: all extents together; 0 = the backend's
  * @stall_ns: 0 = 10 s
  * @idle_shrink_ns: an extent that is FREE for so long goes back while another one is FREE
- *too; 0 = 60 s
+ *	too; 0 = 60 s
  * @test_layouts: KV_DTYPE_F32 is allowed
  * @image, @keep: what outlives this process (image.h, env.h); both or none; borrowed
  */
@@ -141,12 +141,12 @@ void kvd_core_now(struct kvd_core *core, u64 now_ns);
  * kvd_core_run() - close a turn
  *
  * Advances the grace epoch if pages were killed or sealed, reads the announce slots if
- *something waits, frees what is over, runs a slice of background reclaim, gives idle
- *extents back, reports stalls and reaps quiet sessions.
+ *	something waits, frees what is over, runs a slice of background reclaim, gives idle
+ *	extents back, reports stalls and reaps quiet sessions.
  *
  * Return: core time at which it wants to be called again: now = at once (more work), now
- *+ 10 ms while quarantine is not empty, KVD_CORE_IDLE. A kick of a retiring client is a
- *reason to call earlier.
+ *	+ 10 ms while quarantine is not empty, KVD_CORE_IDLE. A kick of a retiring client is a
+ *	reason to call earlier.
  */
 u64 kvd_core_run(struct kvd_core *core);
 

@@ -27,7 +27,7 @@ u64 kvd_layout_fingerprint(const struct kv_layout *layout, const float *scales);
  * @field: [32]
  *
  * Return: 0: they do not compete (another model, LoRA, kind, dtype or scale kind) or are
- *equal; -EINVAL: @ret_why names the field.
+ *	equal; -EINVAL: @ret_why names the field.
  */
 int kvd_layout_differs(const struct kv_layout *have, const float *have_scales,
 		       const struct kv_layout *want, const float *want_scales,

@@ -23,8 +23,8 @@
  * free list -> grow -> reclaim (with KV_GFP_WAIT) -> outcome.
  *
  * Return: 0; KV_QUOTA; KV_FULL; KV_PENDING; -EINVAL nr; -EOVERFLOW generations are used
- *up; -errno of the save hook or the backend. On anything but 0 nothing changed for the
- *caller.
+ *	up; -errno of the save hook or the backend. On anything but 0 nothing changed for the
+ *	caller.
  */
 int kvd_lease_alloc(struct kvd_session *s, struct kvd_attach *a, u32 nr, u32 gfp,
 		    struct kv_grant *ret_grants, u32 *ret_pending);
@@ -36,7 +36,7 @@ int kvd_lease_alloc(struct kvd_session *s, struct kvd_attach *a, u32 nr, u32 gfp
  * @ret_nr: pages stocked, when 0
  *
  * Return: 0 (ret_nr >= 1, or the magazine was full); as kvd_lease_alloc(); -EINVAL @mag,
- *or it holds pages of another pool.
+ *	or it holds pages of another pool.
  */
 int kvd_lease_stock(struct kvd_session *s, struct kvd_attach *a, u32 mag, u32 nr, u32 gfp,
 		    u32 *ret_nr, u32 *ret_pending);
@@ -55,10 +55,10 @@ u32 kvd_lease_recall(struct kvd_pool *pool);
  * @ret_first: index of the first stale one, or @nr
  *
  * The last reference of an ACTIVE page kills it; of a SEALED one makes it CACHED, or
- *kills it if it is not in the index.
+ *	kills it if it is not in the index.
  *
  * Return: 0; KV_STALE at least one was not held with that generation; -EINVAL a pfn is
- *out of range or a reserved field is set: then nothing was done.
+ *	out of range or a reserved field is set: then nothing was done.
  */
 int kvd_lease_free(struct kvd_session *s, struct kvd_attach *a,
 		   const struct kv_page_ref *refs, u32 nr, u32 *ret_nr, u32 *ret_first);

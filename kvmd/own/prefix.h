@@ -65,10 +65,10 @@ int kvd_seal_start(struct kvd_seal_op *op);
 
 /**
  * kvd_seal_step() - hash up to KVD_HASH_SLICE pages; after the last one seal them all in
- *one act
+ *	one act
  *
  * Return: -EAGAIN: call again in the next turn; 0: sealed, @op->rets is filled; KV_STALE:
- *a page is not held for writing with that generation, or named twice: nothing was sealed.
+ *	a page is not held for writing with that generation, or named twice: nothing was sealed.
  */
 int kvd_seal_step(struct kvd_seal_op *op);
 

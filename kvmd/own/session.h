@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * own/session.h - the core's part of a session: its pools, leases, magazines and its end
- *(P8).
+ *	(P8).
  *
  *	LIVE -> ENDED -> reaped
  *
  * LIVE: may do everything. ENDED (kvd_session_end()): table_epoch 0 was stored, leases
- *are dropped; its announce slots still hold back grace periods until each is quiet, by
- *retiring or by proof of death (kvd_session_work_ended()). Reaped:
- *notify->session_reaped() was called; the object and the session page are not touched any
- *more. Loop thread only.
+ *	are dropped; its announce slots still hold back grace periods until each is quiet, by
+ *	retiring or by proof of death (kvd_session_work_ended()). Reaped:
+ *	notify->session_reaped() was called; the object and the session page are not touched any
+ *	more. Loop thread only.
  */
 #ifndef KVD_SESSION_H
 #define KVD_SESSION_H
@@ -148,11 +148,11 @@ struct kvd_refusal {
  * @ret_why: filled on -EINVAL
  *
  * A pool of the same model, LoRA, kind, dtype and scale kind must agree in every other
- *field. LIVE extents are announced through notify->extent_added() before this returns.
- *Opening it twice answers the same pool.
+ *	field. LIVE extents are announced through notify->extent_added() before this returns.
+ *	Opening it twice answers the same pool.
  *
  * Return: 0; -EINVAL refused, see @ret_why; -EMFILE KV_POOLS_MAX reached; -ENOSPC;
- *-E2BIG; -ENOMEM.
+ *	-E2BIG; -ENOMEM.
  */
 int kvd_session_open_pool(struct kvd_session *s, const struct kv_layout *layout,
 			  const float *scales, struct kvd_attach **ret_attach,

@@ -92,7 +92,7 @@ struct kvq_plan {
  * @matrices: quantised matrices
  * @bytes_in, @bytes_out: tensor data
  * @error, @absmax_error, @energy: sums of squares: of the error, of what absmax scales
- *would have given (INT4), of the values
+ *	would have given (INT4), of the values
  */
 struct kvq_report {
 	u64 matrices;

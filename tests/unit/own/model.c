@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Random clients against a model: the production core, a seed, and one integer per page
- *that stands for its bytes.
+ *	that stands for its bytes.
  *
  * Each client keeps what a correct engine would know: grants, references, running steps
- *and the pages those steps may touch. Steps write P(client, generation) into pages they
- *hold for writing, and read pages they hold shared, when they end, which may be long
- *after the client let go of the pages or died. After every operation I1-I8 are audited,
- *and the model's own rules are checked: a page that a running step may touch is neither
- *FREE nor in anybody else's hands (I5), the bytes of a sealed page never change (I6), a
- *lookup returns the bytes that were sealed under those tokens (G1).
+ *	and the pages those steps may touch. Steps write P(client, generation) into pages they
+ *	hold for writing, and read pages they hold shared, when they end, which may be long
+ *	after the client let go of the pages or died. After every operation I1-I8 are audited,
+ *	and the model's own rules are checked: a page that a running step may touch is neither
+ *	FREE nor in anybody else's hands (I5), the bytes of a sealed page never change (I6), a
+ *	lookup returns the bytes that were sealed under those tokens (G1).
  */
 #include "tests/unit/own/common.h"
 
