@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* kvmctl as scripts use it: exit codes, JSON, errors, the plan. */
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -41,7 +42,7 @@ static void ctl_path(char *path, size_t room)
 static int ctl_as(uid_t uid, const char *line)
 {
 	char path[500], copy[300], *argv[24], *save = NULL, *word;
-	int o[2], e[2], n = 0, status;
+	int o[2], e[2], n = 0, status, fd;
 	pid_t pid;
 
 	ctl_path(path, sizeof(path));
@@ -52,6 +53,9 @@ static int ctl_as(uid_t uid, const char *line)
 	argv[n] = NULL;
 	KVT_EXPECT(!pipe(o) && !pipe(e));
 	fflush(stdout);
+	/* opened here: the other user may not be able to enter the build directory */
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	KVT_EXPECT(fd >= 0);
 	pid = fork();
 	if (pid == 0) {
 		dup2(o[1], 1);
@@ -59,9 +63,10 @@ static int ctl_as(uid_t uid, const char *line)
 		setenv("KVMD_ADMIN_SOCKET", d.admin_path, 1);
 		if (uid && (setgid(uid) || setuid(uid)))
 			_exit(99);
-		execv(path, argv);
+		fexecve(fd, argv, environ);
 		_exit(98);
 	}
+	close(fd);
 	close(o[1]);
 	close(e[1]);
 	slurp(o[0], out, sizeof(out));
