@@ -206,6 +206,8 @@ int kvd_lease_alloc(struct kvd_session *s, struct kvd_attach *a, u32 nr, u32 gfp
 	if (nr == 0 || nr > KV_BATCH_MAX || (gfp & ~KV_GFP_VALID))
 		return -EINVAL;
 	r = lease_prepare(s, pool, nr, gfp, ret_pending);
+	if (r >= 0)
+		kvd_pressure_asked(s, !r);
 	if (r)
 		return r;
 	for (u32 i = 0; i < nr; i++) {
@@ -287,6 +289,8 @@ int kvd_lease_stock(struct kvd_session *s, struct kvd_attach *a, u32 mag, u32 nr
 	if (!nr)
 		return 0;
 	r = stock_prepare(s, pool, &nr, gfp, ret_pending);
+	if (r >= 0)
+		kvd_pressure_asked(s, !r);
 	if (r)
 		return r;
 	for (u32 i = 0; i < nr; i++) {

@@ -182,6 +182,7 @@ static void second_turn(struct kvd_core *core)
 	if (core->mm.now_ns - core->second_ns < KV_NSEC_PER_SEC)
 		return;
 	core->second_ns = core->mm.now_ns;
+	kvd_pressure_turn(core);
 	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
 		if (core->mm.pools[i])
 			pool_shrink_idle(core, core->mm.pools[i]);

@@ -389,6 +389,7 @@ void kvd_session_end(struct kvd_session *s, const char *why)
 		return;
 	s->state = KVD_SESSION_ENDED;
 	s->core->nr_ended++;
+	kvd_pressure_leave(s);
 	if (s->image) {
 		s->image->state = KVD_IMAGE_ENDED;
 		kvd_crash_point();

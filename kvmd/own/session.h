@@ -64,6 +64,7 @@ enum kvd_session_state { KVD_SESSION_LIVE, KVD_SESSION_ENDED };
  * @attach: open pools; entries do not move
  * @mags: kvmd's side of the magazines
  * @stale_reports: incidents reported
+ * @asked_ns, @asking, @stalled: of own/pressure.h
  */
 struct kvd_session {
 	struct list_node node;
@@ -80,6 +81,8 @@ struct kvd_session {
 	struct kvd_attach attach[KV_POOLS_MAX];
 	struct kvd_magazine mags[KV_MAGAZINES];
 	u64 stale_reports;
+	u64 asked_ns;
+	bool asking, stalled;
 };
 
 /**

@@ -96,6 +96,7 @@ int kvd_tenant_create_at(struct kvd_core *core, struct kvd_domain *domain, u32 i
 	t->account.slot = slot;
 	t->account.domain_id = domain->id;
 	limits_apply(core, t, limits);
+	kvd_pressure_init(&t->pressure, core->mm.now_ns);
 	domain->tenant_slots |= 1u << slot;
 	domain->nr_tenants++;
 	list_add_tail(&domain->tenants, &t->node);

@@ -8,6 +8,7 @@
 
 #include "base/list.h"
 #include "kvmd/mm/pool.h"
+#include "kvmd/own/pressure.h"
 
 struct kvd_core;
 struct kvd_domain;
@@ -35,6 +36,7 @@ struct kvd_limits {
  * @account: usage and limits
  * @nr_sessions: connected
  * @revision: of the limits
+ * @pressure: how long its engines wait for memory
  * @quota_refusals, @full_refusals, @allocs: counters
  */
 struct kvd_tenant {
@@ -45,6 +47,7 @@ struct kvd_tenant {
 	struct kvd_account account;
 	u32 nr_sessions;
 	u64 revision;
+	struct kvd_pressure pressure;
 	u64 quota_refusals, full_refusals, allocs;
 };
 
