@@ -190,7 +190,7 @@ $(foreach d,$(TEST_DIRS),$(eval $(call test_rule,$(d))))
 FAKES := $(O)/tests/fake/libcuda.so $(O)/tests/fake/libnvml.so
 $(FAKES): $(O)/tests/fake/lib%.so: $(O)/obj/tests/fake/%.o
 	$(call say,LD,$@)
-	$(Q)mkdir -p $(@D) && $(CC) -shared $(LDFLAGS) -o $@ $(filter %.o,$^)
+	$(Q)mkdir -p $(@D) && $(CC) -shared $(LDFLAGS) -Wl,-z,nodelete -o $@ $(filter %.o,$^)
 $(filter $(O)/tests/fault/% $(O)/tests/ipc/% $(O)/tests/unit/client/% \
 	$(O)/tests/unit/tools/%,$(TEST_BINS)): | $(FAKES)
 

@@ -61,17 +61,31 @@ static void signal_ready(void *arg, u32 events)
 	}
 }
 
-static int signals_open(struct kvd *kvd)
+static void signal_set(sigset_t *set)
+{
+	sigemptyset(set);
+	sigaddset(set, SIGTERM);
+	sigaddset(set, SIGINT);
+	sigaddset(set, SIGHUP);
+}
+
+/* Before anything can make a thread: the driver, NVML and liburing have threads of their
+ * own, which inherit the mask. One that lacks it would be given the signal, and the
+ * default action ends the process. */
+static int signals_block(void)
 {
 	sigset_t set;
 
 	signal(SIGPIPE, SIG_IGN);
-	sigemptyset(&set);
-	sigaddset(&set, SIGTERM);
-	sigaddset(&set, SIGINT);
-	sigaddset(&set, SIGHUP);
-	if (sigprocmask(SIG_BLOCK, &set, NULL))
-		return -errno;
+	signal_set(&set);
+	return sigprocmask(SIG_BLOCK, &set, NULL) ? -errno : 0;
+}
+
+static int signals_open(struct kvd *kvd)
+{
+	sigset_t set;
+
+	signal_set(&set);
 	kvd->signal_fd = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
 	if (kvd->signal_fd < 0)
 		return -errno;
@@ -222,6 +236,9 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	error[0] = 0;
 	kvd_prepare(kvd, opt);
 	kvd_optable_check();
+	r = signals_block();
+	if (r)
+		goto free_config;
 	if (sodium_init() < 0 || !config)
 		r = -ENOMEM;
 	else if (opt->faults &&

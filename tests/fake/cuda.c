@@ -6,7 +6,8 @@
  * Device memory is a memfd, so that import, map and the bytes themselves work between
  * processes. It obeys the measured rules of docs/facts.md: an imported handle cannot be
  * exported again (F-reexp), an exported fd keeps the memory (F-keep), exported fds lack
- * O_CLOEXEC, and nothing works before cuInit. Mapping needs a current context.
+ * O_CLOEXEC, and nothing works before cuInit, which starts a thread that stays. Mapping
+ * needs a current context.
  *
  *	FAKE_CUDA_DEVICES	number of devices (1); device i has a UUID of 16 bytes 0x10 + i
  *	FAKE_CUDA_VISIBLE	devices this process sees, in order, as CUDA_VISIBLE_DEVICES
@@ -92,6 +93,24 @@ static bool must_fail(const char *entry, int *calls)
 			return 201; \
 	} while (0)
 
+/* As the real one after cuInit: a thread with the signal mask of its maker. */
+static void *driver_thread(void *arg)
+{
+	(void)arg;
+	for (;;)
+		pause();
+	return NULL;
+}
+
+static int start_driver_thread(void)
+{
+	pthread_t thread;
+
+	if (pthread_create(&thread, NULL, driver_thread, NULL))
+		return -1;
+	return pthread_detach(thread);
+}
+
 API kv_cu_result cuInit(unsigned flags);
 API kv_cu_result cuInit(unsigned flags)
 {
@@ -115,6 +134,8 @@ API kv_cu_result cuInit(unsigned flags)
 	for (const char *p = vis; p && *p && nr_visible < DEVICES_MAX; p++)
 		if (*p >= '0' && *p <= '9')
 			visible[nr_visible++] = *p - '0';
+	if (init_pid != getpid() && start_driver_thread())
+		return 304;
 	initialised = true;
 	init_pid = getpid();
 	return flags ? INVALID : OK;

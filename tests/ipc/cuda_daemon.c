@@ -211,6 +211,25 @@ KVT_TEST(kvmd_makes_no_context)
 	ipc_stop(&kvmd);
 }
 
+/* The driver's threads must not be given what the loop waits for. */
+static void expect_orderly_end(int sig)
+{
+	start_cuda(NULL);
+	expect_within(status_has("\"state\":\"ready\""), 10000);
+	kill(kvmd.pid, SIGHUP); /* without --config: a line in the log, no more */
+	usleep(20000);
+	KVT_EXPECT(status_has("\"state\":\"ready\""));
+	kill(kvmd.pid, sig);
+	usleep(100000); /* what the signal leaves alive, the SIGTERM of this ends */
+	KVT_EXPECT_EQ(eng_private_kvmd_stop(&kvmd), 0);
+}
+
+KVT_TEST(signals_reach_the_loop_past_the_drivers_threads)
+{
+	expect_orderly_end(SIGTERM);
+	expect_orderly_end(SIGINT);
+}
+
 /* ------------------------------------------------------------------- the choice */
 
 static void expect_choice(const char *backend, const char *why, bool unused)
