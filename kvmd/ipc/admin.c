@@ -38,7 +38,9 @@ static const struct {
 	{"evict", kvd_admin_evict},	    {"version", kvd_admin_version},
 	{"reload", kvd_admin_reload},	    {"stat", kvd_admin_stat},
 	{"trace", kvd_admin_trace},	    {"fault", kvd_admin_fault},
-	{"upgrade", kvd_admin_upgrade},
+	{"upgrade", kvd_admin_upgrade},	    {"meminfo", kvd_admin_meminfo},
+	{"slabinfo", kvd_admin_slabinfo},   {"vmstat", kvd_admin_vmstat},
+	{"pressure", kvd_admin_pressure},   {"pagemap", kvd_admin_pagemap},
 };
 
 /* ------------------------------------------------------------------ helpers */

@@ -53,6 +53,13 @@ int kvd_admin_pool(struct kvd_admin_call *call);
 int kvd_admin_tenant(struct kvd_admin_call *call);
 int kvd_admin_incidents(struct kvd_admin_call *call);
 
+/* admin_mm.c: read only */
+int kvd_admin_meminfo(struct kvd_admin_call *call);
+int kvd_admin_slabinfo(struct kvd_admin_call *call);
+int kvd_admin_vmstat(struct kvd_admin_call *call);
+int kvd_admin_pressure(struct kvd_admin_call *call);
+int kvd_admin_pagemap(struct kvd_admin_call *call);
+
 /* admin_do.c */
 int kvd_admin_audit(struct kvd_admin_call *call);
 int kvd_admin_evict(struct kvd_admin_call *call);

@@ -294,6 +294,16 @@ free_pool:
 	return r;
 }
 
+void kvd_pool_count(const struct kvd_pool *pool, struct kvd_pool_counters *sum)
+{
+	sum->nr_lookups += pool->nr_lookups;
+	sum->nr_hits += pool->nr_hits;
+	sum->nr_allocs += pool->nr_allocs;
+	sum->nr_frees += pool->nr_frees;
+	sum->nr_evictions += pool->nr_evictions;
+	sum->nr_seals += pool->nr_seals;
+}
+
 void kvd_pool_destroy(struct kvd_pool *pool)
 {
 	struct kvd_mm *mm = pool->mm;
@@ -306,6 +316,7 @@ void kvd_pool_destroy(struct kvd_pool *pool)
 	}
 	kv_assert(mm->pools[pool->id - 1] == pool);
 	mm->pools[pool->id - 1] = NULL;
+	kvd_pool_count(pool, &mm->gone_counters);
 	pool->hdr->magic = 0;
 	kvd_crash_point();
 	region_put(mm, &pool->table_region);

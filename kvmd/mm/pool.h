@@ -27,6 +27,14 @@
 struct kvd_pool;
 
 /**
+ * struct kvd_pool_counters - what happened in pools since kvmd started; hits, allocs,
+ * frees, evictions and seals in pages
+ */
+struct kvd_pool_counters {
+	u64 nr_lookups, nr_hits, nr_allocs, nr_frees, nr_evictions, nr_seals;
+};
+
+/**
  * struct kvd_mm_ops - what mm/ asks of own/; all mandatory
  * @quarantine_done: no step can touch @pfn any more: drop its charge; the page is FREE
  *	when this returns
@@ -69,6 +77,7 @@ struct kvd_mm_ops {
  * it
  * @own_debts: some account has a reclaim_debt
  * @keep: NULL: nobody keeps extents
+ * @gone_counters: of pools that are no more
  * @undo: record of the change in progress; NULL: nothing outlives this process
  */
 struct kvd_mm {
@@ -88,6 +97,7 @@ struct kvd_mm {
 	u64 draining_bytes;
 	bool own_debts;
 	const struct kvd_keep_ops *keep;
+	struct kvd_pool_counters gone_counters;
 	struct kvd_undo *undo;
 };
 
@@ -195,6 +205,9 @@ struct kvd_pool_params {
  */
 int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
 		    struct kvd_pool **ret_pool);
+
+/** kvd_pool_count() - add @pool's counters to @sum */
+void kvd_pool_count(const struct kvd_pool *pool, struct kvd_pool_counters *sum);
 
 /** kvd_pool_destroy() - all pages are FREE or ABSENT, no extent is given to a session */
 void kvd_pool_destroy(struct kvd_pool *pool);

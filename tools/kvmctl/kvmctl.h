@@ -67,10 +67,17 @@ struct ctl_args {
 	long tp;
 };
 
-/** struct ctl - one run */
+/**
+ * struct ctl - one run
+ * @args, @verb: what to do
+ * @round: of --watch, from 0
+ * @last: reply of the round before, of verbs that show differences; owned
+ */
 struct ctl {
 	struct ctl_args args;
 	const struct ctl_verb *verb;
+	u32 round;
+	cJSON *last;
 };
 
 /**
@@ -122,7 +129,7 @@ int ctl_stream(struct ctl *ctl, cJSON *request,
 
 /* table.c */
 
-enum ctl_kind { CTL_TEXT, CTL_COUNT, CTL_SIZE, CTL_AGE, CTL_STEPS, CTL_LIST };
+enum ctl_kind { CTL_TEXT, CTL_COUNT, CTL_SIZE, CTL_AGE, CTL_STEPS, CTL_LIST, CTL_RATIO };
 
 /**
  * struct ctl_column - a column of a list
@@ -159,7 +166,14 @@ const char *ctl_age(double ms, char *out, size_t room);
 double ctl_num(const cJSON *object, const char *field);
 const char *ctl_str(const cJSON *object, const char *field);
 
-/* Verbs: show.c, act.c, plan.c, doctor.c */
+/** ctl_show() - ask, then print as JSON or by @text. Return: exit code */
+int ctl_show(struct ctl *ctl, cJSON *request, const char *name,
+	     int (*text)(struct ctl *ctl, const cJSON *reply));
+
+/** ctl_filter() - --pool, --limit and --state into a request */
+void ctl_filter(struct ctl *ctl, cJSON *request);
+
+/* Verbs: show.c, memory.c, act.c, plan.c, doctor.c */
 int ctl_status(struct ctl *ctl);
 int ctl_ps(struct ctl *ctl);
 int ctl_pages(struct ctl *ctl);
@@ -169,6 +183,11 @@ int ctl_tenant(struct ctl *ctl);
 int ctl_incidents(struct ctl *ctl);
 int ctl_stat(struct ctl *ctl);
 int ctl_trace(struct ctl *ctl);
+int ctl_meminfo(struct ctl *ctl);
+int ctl_slabinfo(struct ctl *ctl);
+int ctl_vmstat(struct ctl *ctl);
+int ctl_pressure(struct ctl *ctl);
+int ctl_pagemap(struct ctl *ctl);
 int ctl_audit(struct ctl *ctl);
 int ctl_evict(struct ctl *ctl);
 int ctl_events(struct ctl *ctl);

@@ -30,6 +30,16 @@ static const struct ctl_verb verbs[] = {
 	{"stat", NULL, "", "operations, counters, heap", 0, 0, ctl_stat},
 	{"trace", NULL, "[--limit N] [--state PATH]", "the last events inside kvmd", 0, 0,
 	 ctl_trace},
+	{"meminfo", NULL, "", "memory: what is used, for what, what could be had", 0, 0,
+	 ctl_meminfo},
+	{"slabinfo", "slabs", "", "pools and their extents: full, partial, empty", 0, 0,
+	 ctl_slabinfo},
+	{"vmstat", NULL, "[-w SEC]", "pages and events; with -w what changed", 0, 0,
+	 ctl_vmstat},
+	{"pressure", "psi", "", "share of time that tenants wait for memory", 0, 0,
+	 ctl_pressure},
+	{"pagemap", NULL, "[--pool ID]", "a pool's pages, one letter each", 0, 0,
+	 ctl_pagemap},
 	{"reload", NULL, "", "read the configuration again", 0, 0, ctl_reload},
 	{"upgrade", NULL, "", "start the installed kvmd in place of the running one", 0,
 	 0, ctl_upgrade},
@@ -99,12 +109,15 @@ static int run_watch(struct ctl *ctl)
 	ts.tv_sec = (time_t)ctl->args.watch_s;
 	ts.tv_nsec = (long)((ctl->args.watch_s - (double)ts.tv_sec) * 1e9);
 	for (;;) {
-		if (isatty(STDOUT_FILENO) && !ctl->args.json)
+		/* vmstat adds a row each time, as vmstat(8) does */
+		if (isatty(STDOUT_FILENO) && !ctl->args.json &&
+		    ctl->verb->run != ctl_vmstat)
 			printf("\033[H\033[2J");
 		r = run_once(ctl);
 		if (r && r != CTL_WARNINGS && r != CTL_DAMAGE)
 			return r;
 		nanosleep(&ts, NULL);
+		ctl->round++;
 	}
 }
 
@@ -150,6 +163,7 @@ int main(int argc, char **argv)
 		r = check_words(&ctl);
 	if (!r)
 		r = ctl.args.watch_s > 0 ? run_watch(&ctl) : run_once(&ctl);
+	cJSON_Delete(ctl.last);
 	free(ctl.args.fields_text);
 	return r;
 }

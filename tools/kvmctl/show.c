@@ -22,7 +22,7 @@ static int parse_id(const char *text, u32 *ret)
 	return 1;
 }
 
-static void add_filter(struct ctl *ctl, cJSON *request)
+void ctl_filter(struct ctl *ctl, cJSON *request)
 {
 	if (ctl->args.pool >= 0)
 		cJSON_AddNumberToObject(request, "pool", (double)ctl->args.pool);
@@ -32,9 +32,8 @@ static void add_filter(struct ctl *ctl, cJSON *request)
 		cJSON_AddStringToObject(request, "state", ctl->args.state);
 }
 
-/* Asks, then prints as JSON or by @text. */
-static int show(struct ctl *ctl, cJSON *request, const char *name,
-		int (*text)(struct ctl *ctl, const cJSON *reply))
+int ctl_show(struct ctl *ctl, cJSON *request, const char *name,
+	     int (*text)(struct ctl *ctl, const cJSON *reply))
 {
 	cJSON *reply = NULL;
 	int r = ctl_ask(ctl, request, &reply);
@@ -175,7 +174,7 @@ static int ps_text(struct ctl *ctl, const cJSON *reply)
 
 int ctl_ps(struct ctl *ctl)
 {
-	return show(ctl, ctl_request("ps"), "ps", ps_text);
+	return ctl_show(ctl, ctl_request("ps"), "ps", ps_text);
 }
 
 /* -------------------------------------------------------------------- pages */
@@ -224,8 +223,8 @@ int ctl_pages(struct ctl *ctl)
 {
 	cJSON *request = ctl_request("pages");
 
-	add_filter(ctl, request);
-	return show(ctl, request, "pages", pages_text);
+	ctl_filter(ctl, request);
+	return ctl_show(ctl, request, "pages", pages_text);
 }
 
 static const struct ctl_column history_columns[] = {
@@ -295,8 +294,8 @@ int ctl_page(struct ctl *ctl)
 				 ctl->args.words[1]);
 	request = ctl_request("page");
 	cJSON_AddNumberToObject(request, "pfn", pfn);
-	add_filter(ctl, request);
-	return show(ctl, request, "page", page_text);
+	ctl_filter(ctl, request);
+	return ctl_show(ctl, request, "page", page_text);
 }
 
 /* -------------------------------------------------------- pools and tenants */
@@ -346,8 +345,8 @@ int ctl_pool(struct ctl *ctl)
 	request = ctl_request("pool");
 	if (ctl->args.nr_words > 1)
 		ctl->args.pool = id;
-	add_filter(ctl, request);
-	return show(ctl, request, "pool", pool_text);
+	ctl_filter(ctl, request);
+	return ctl_show(ctl, request, "pool", pool_text);
 }
 
 static const struct ctl_column tenant_columns[] = {
@@ -491,8 +490,8 @@ int ctl_incidents(struct ctl *ctl)
 	request = ctl_request("incidents");
 	if (ctl->args.nr_words > 1)
 		cJSON_AddNumberToObject(request, "id", id);
-	add_filter(ctl, request);
-	return show(ctl, request, "incidents", incidents_text);
+	ctl_filter(ctl, request);
+	return ctl_show(ctl, request, "incidents", incidents_text);
 }
 
 /* ----------------------------------------------------------------- the rest */
@@ -533,7 +532,7 @@ static int stat_text(struct ctl *ctl, const cJSON *reply)
 
 int ctl_stat(struct ctl *ctl)
 {
-	return show(ctl, ctl_request("stat"), "stat", stat_text);
+	return ctl_show(ctl, ctl_request("stat"), "stat", stat_text);
 }
 
 static int trace_text(struct ctl *ctl, const cJSON *reply)
@@ -559,6 +558,6 @@ int ctl_trace(struct ctl *ctl)
 {
 	cJSON *request = ctl_request("trace");
 
-	add_filter(ctl, request);
-	return show(ctl, request, "trace", trace_text);
+	ctl_filter(ctl, request);
+	return ctl_show(ctl, request, "trace", trace_text);
 }

@@ -117,6 +117,9 @@ static void cell(const struct ctl *ctl, const cJSON *row, const struct ctl_colum
 	case CTL_LIST:
 		list_text(item, out, CELL_BYTES);
 		return;
+	case CTL_RATIO:
+		snprintf(out, CELL_BYTES, "%.2f", item->valuedouble);
+		return;
 	case CTL_TEXT:
 	case CTL_COUNT:
 		break;

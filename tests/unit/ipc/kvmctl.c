@@ -375,6 +375,11 @@ KVT_TEST(every_verb_answers)
 					    "tenant list",
 					    "incidents",
 					    "audit",
+					    "meminfo",
+					    "slabinfo",
+					    "vmstat",
+					    "pressure",
+					    "pagemap --pool 1",
 					    "stat",
 					    "trace",
 					    "trace --state grace",
@@ -403,6 +408,40 @@ KVT_TEST(every_verb_answers)
 			       "kvmctl.");
 		cJSON_Delete(doc);
 	}
+	raw_close(&c);
+	daemon_stop(&d);
+}
+
+/* The memory verbs say what the client did: 3 pages in use, 1 freed, one refusal. */
+KVT_TEST(memory_verbs_show_what_is_there)
+{
+	struct kv_grant g[4];
+	struct raw c;
+	char want[64];
+
+	daemon_start(&d, NULL);
+	raw_open(&c, &d);
+	KVT_EXPECT_EQ(raw_alloc(&c, 4, KV_GFP_NOWAIT, g), 0);
+	KVT_EXPECT_EQ(raw_free(&c, &g[3], 1), 0);
+	KVT_EXPECT_EQ(ctl("pagemap"), 0);
+	KVT_EXPECT_HAS(out, " 0 |");
+	KVT_EXPECT_HAS(out, "AAA");
+	KVT_EXPECT(!strstr(out, "AAAA"));
+	KVT_EXPECT_EQ(ctl("slabinfo --format=csv,noheader --fields active_pages,extents"),
+		      0);
+	KVT_EXPECT_STR(out, "3,1\n");
+	KVT_EXPECT_EQ(daemon_number(&d, "{\"op\":\"vmstat\"}", "vmstat.allocs"), 4);
+	KVT_EXPECT_EQ(daemon_number(&d, "{\"op\":\"vmstat\"}", "vmstat.frees"), 1);
+	snprintf(want, sizeof(want), "%.0f",
+		 3 * daemon_number(&d, "{\"op\":\"slabinfo\"}", "pools.0.page_bytes"));
+	KVT_EXPECT_EQ(ctl("meminfo --bytes"), 0);
+	KVT_EXPECT_HAS(out, want);
+	while (!raw_alloc(&c, 4, KV_GFP_NOWAIT, g))
+		;
+	KVT_EXPECT_EQ(daemon_number(&d, "{\"op\":\"pressure\"}", "tenants.0.stalled"), 1);
+	KVT_EXPECT(daemon_number(&d, "{\"op\":\"pressure\"}", "tenants.0.full.total_us") >
+		   0);
+	KVT_EXPECT_EQ(ctl("pagemap --pool 9"), 4);
 	raw_close(&c);
 	daemon_stop(&d);
 }
