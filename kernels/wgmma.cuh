@@ -1,0 +1,190 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * wgmma.cuh - thin names for Hopper's own instructions: warpgroup matrix products, tensor
+ * copies and clusters. Device code only; no state; usable beside common.cuh or moe_ptx.cuh.
+ *
+ * Operands in shared memory lie in rows of 128 bytes with the 128-byte swizzle (the 16-byte
+ * piece c of row r is at piece c ^ (r & 7)), which is what a tensor copy with
+ * CU_TENSOR_MAP_SWIZZLE_128B writes; a group of 8 rows (1,024 bytes) starts at a multiple
+ * of 1,024.
+ *
+ * - K-major: a row holds 64 values of k of one row of the operand. A step of 16 k is 32
+ *   bytes further.
+ *
+ * - MN-major (TRANS): a row holds 64 values of m or n at one k. A step of 16 k is 2,048
+ *   bytes further; the next 64 of m or n are @mn_bytes away.
+ */
+#ifndef KVK_WGMMA_CUH
+#define KVK_WGMMA_CUH
+
+#include <stdint.h>
+#include "kernels/arch.cuh"
+
+#define WGM_DEV static __device__ __forceinline__
+
+/* ------------------------------------------------------------------------------- wgmma
+ */
+
+/* Before the first product, and after registers of one were written. */
+WGM_DEV void wgm_fence(void)
+{
+	SM90_ASM("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+WGM_DEV void wgm_commit(void)
+{
+	SM90_ASM("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/* All but the latest N groups are complete. */
+template <int N> WGM_DEV void wgm_wait(void)
+{
+	SM90_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+/* Keeps the compiler from moving uses of d above a wait. */
+template <int N> WGM_DEV void wgm_keep(float (&d)[N])
+{
+#pragma unroll
+	for (int i = 0; i < N; i++)
+		asm volatile("" : "+f"(d[i])::"memory");
+}
+
+/* Descriptor of an operand at shared address @addr; @mn_bytes: MN-major only */
+WGM_DEV uint64_t wgm_desc(uint32_t addr, uint32_t mn_bytes = 16)
+{
+	return (uint64_t)((addr & 0x3ffff) >> 4) | (uint64_t)(mn_bytes >> 4) << 16 |
+	       (64ull << 32) | (1ull << 62);
+}
+
+#define WGM_F8(d, i)                                                              \
+	"+f"((d)[i]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3]), \
+		"+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), "+f"((d)[(i) + 6]),       \
+		"+f"((d)[(i) + 7])
+#define WGM_F32(d) WGM_F8(d, 0), WGM_F8(d, 8), WGM_F8(d, 16), WGM_F8(d, 24)
+#define WGM_F64(d) WGM_F32(d), WGM_F8(d, 32), WGM_F8(d, 40), WGM_F8(d, 48), WGM_F8(d, 56)
+#define WGM_R32                                                                      \
+	"%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20," \
+	"%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGM_R64                                                                     \
+	WGM_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+		"%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+
+/* d[64][N] = (use_d ? d : 0) + a[64][16] b[16][N], bf16, a in shared memory, both K-major */
+template <int N>
+WGM_DEV void wgm_ss_bf16(float (&d)[N / 2], uint64_t a, uint64_t b, int use_d)
+{
+	static_assert(N == 64 || N == 128, "not built");
+	if constexpr (N == 64)
+		SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+			 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGM_R32
+			 "}, %32, %33, p, 1, 1, 0, 0;\n}"
+			 : WGM_F32(d)
+			 : "l"(a), "l"(b), "r"(use_d));
+	else
+		SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+			 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGM_R64
+			 "}, %64, %65, p, 1, 1, 0, 0;\n}"
+			 : WGM_F64(d)
+			 : "l"(a), "l"(b), "r"(use_d));
+}
+
+/* The same with a in registers; TRANS: b is MN-major */
+template <int N, int TRANS>
+WGM_DEV void wgm_rs_bf16(float (&d)[N / 2], const uint32_t *a, uint64_t b, int use_d)
+{
+	static_assert(N == 64 || N == 128, "not built");
+	if constexpr (N == 64)
+		SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+			 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGM_R32
+			 "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;\n}"
+			 : WGM_F32(d)
+			 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d),
+			   "n"(TRANS));
+	else
+		SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+			 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGM_R64
+			 "}, {%64,%65,%66,%67}, %68, p, 1, 1, %70;\n}"
+			 : WGM_F64(d)
+			 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d),
+			   "n"(TRANS));
+}
+
+/* ----------------------------------------------------------------------- tensor copies
+ */
+
+/* @map: a CUtensorMap in kernel parameters or global memory; the box completes on @bar */
+WGM_DEV void tma_load_4d(uint32_t dst, const void *map, uint32_t bar, int c0, int c1,
+			 int c2, int c3)
+{
+	SM90_ASM(
+		"cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+		".mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+			dst),
+		"l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+		: "memory");
+}
+
+/* The same to the same addresses of all CTAs in @mask; completes on each one's barrier. */
+WGM_DEV void tma_load_4d_multicast(uint32_t dst, const void *map, uint32_t bar,
+				   uint16_t mask, int c0, int c1, int c2, int c3)
+{
+	SM90_ASM("cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+		 ".mbarrier::complete_tx::bytes.multicast::cluster"
+		 " [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(dst),
+		 "l"(map), "r"(bar), "h"(mask), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+		 : "memory");
+}
+
+WGM_DEV void tma_prefetch_map(const void *map)
+{
+	SM90_ASM("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/* ---------------------------------------------------------------------------- clusters
+ */
+
+WGM_DEV uint32_t cluster_rank(void)
+{
+	uint32_t r = 0;
+
+	SM90_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+	return r;
+}
+
+/* All threads of all CTAs of the cluster. */
+WGM_DEV void cluster_sync(void)
+{
+	SM90_ASM("barrier.cluster.arrive.release.aligned;\n"
+		 "barrier.cluster.wait.acquire.aligned;" ::
+			 : "memory");
+}
+
+/* Arrive at the barrier that lies at @bar in CTA @rank of the cluster. */
+WGM_DEV void cluster_arrive(uint32_t bar, uint32_t rank)
+{
+	SM90_ASM("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\n"
+		 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a];\n}" ::"r"(
+			 bar),
+		 "r"(rank)
+		 : "memory");
+}
+
+/* Wait for a barrier at which other CTAs arrive. */
+WGM_DEV void cluster_wait(uint32_t bar, uint32_t parity)
+{
+	uint32_t done;
+
+	do {
+		done = 1;
+		SM90_ASM(
+			"{\n.reg .pred p;\n"
+			"mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+			"selp.u32 %0, 1, 0, p;\n}"
+			: "=r"(done)
+			: "r"(bar), "r"(parity)
+			: "memory");
+	} while (!done);
+}
+
+#endif /* KVK_WGMMA_CUH */
