@@ -15,6 +15,7 @@
 #include "engine/openmp.h"
 #include "tools/kvbench/inject.h"
 #include "tools/kvbench/mm.h"
+#include "tools/kvbench/safety.h"
 
 /* The kernels' bench is a program of its own: static, so that it runs on bare GPU hosts.
  */
@@ -42,6 +43,7 @@ static const struct {
 	{"mm", kvb_mm, "memory manager, rings, lookup, attach beside their references"},
 	{"inject", kvb_inject, "faults against a real kvmd: are they caught?"},
 	{"check-cost", kvb_check_cost, "what the batch check adds to a decode step"},
+	{"race", kvb_race, "page re-issues between two engines: foreign bytes"},
 	{"kernels", run_kernels, "GPU kernels beside floors and peers (attn, moe, all)"},
 };
 
