@@ -5,6 +5,8 @@
 #   make check         install what is missing, build, run all tests
 #   make check-mutants take out each safety rule and see its test fail
 #   make kernels       only the kernel library and its tests
+#   make bundle        one tar with programs and GPU tests for a machine with a driver only
+#   REQUIRE_GPU=1 make check   all GPU tests, on the GPU of this machine
 #   make help          the rest
 #
 # Knobs: V=1 commands shown, O=DIR build directory, CC=clang, SAN=1 ASan + UBSan,
@@ -151,7 +153,12 @@ TEST_DIRS := tests/unit/mm tests/unit/own tests/unit/keep tests/unit/ipc tests/u
 	tests/unit/tools tests/abi tests/kernels tests/ipc tests/fault tests/e2e
 TEST_SRCS := $(filter-out %/common.c,$(wildcard $(addsuffix /*.c,$(TEST_DIRS))))
 TEST_BINS := $(patsubst %.c,$(O)/%,$(TEST_SRCS))
+ifeq ($(REQUIRE_GPU),1)
+TESTS ?= $(GPU_TESTS)
+RUN_JOBS := -j 4
+else
 TESTS ?= $(TEST_BINS)
+endif
 
 tlib-tests/unit/mm := $(O)/libkvd.a
 tlib-tests/unit/own := $(O)/libkvd.a
@@ -201,6 +208,7 @@ tests: all $(TEST_BINS) $(O)/tests/run
 kernels: $(O)/libkernels.a $(filter $(O)/tests/kernels/%,$(TEST_BINS)) $(O)/tests/run
 
 -include tests/bench/bundle.mk
+-include tests/bench/gpu.mk
 -include tests/emul/emul.mk
 
 # ---------------------------------------------------------------- checks
@@ -208,11 +216,12 @@ check: deps
 	$(Q)$(MAKE) --no-print-directory check-run
 
 # Scripts that print TAP are tests like any other.
-SCRIPT_TESTS := tests/model/check.sh tools/check-layers tools/check-tour tools/check-safety tests/e2e/demo.py
+SCRIPT_TESTS := $(if $(filter 1,$(REQUIRE_GPU)),,tests/model/check.sh tools/check-layers \
+	tools/check-tour tools/check-safety) tests/e2e/demo.py
 
 check-run: tests
 	$(Q)rm -rf $(O)/tap
-	$(Q)KV_BUILD=$(abspath $(O)) $(O)/tests/run $(O)/tap $(TESTS) $(SCRIPT_TESTS)
+	$(Q)KV_BUILD=$(abspath $(O)) $(O)/tests/run $(RUN_JOBS) $(O)/tap $(TESTS) $(SCRIPT_TESTS)
 
 check-mutants: deps
 	$(Q)$(MAKE) --no-print-directory MUTANTS=1 tests

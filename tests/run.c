@@ -2,7 +2,7 @@
 /*
  * run.c - runs test programs, keeps their TAP output, prints the total.
  *
- * usage: run TAP_DIR PROGRAM...
+ * usage: run [-j N] TAP_DIR PROGRAM...	N programs at a time [1]
  *
  * Writes TAP_DIR/<name>.tap for each program, shows failing cases with their notes, and ends
  * with "N passed, N failed, N skipped". A program that dies or runs fewer cases than it planned
@@ -12,10 +12,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+
+#define JOBS_MAX 16
 
 struct totals {
 	int passed, failed, skipped;
@@ -32,7 +35,7 @@ static void tap_name(const char *prog, char *ret, size_t size)
 			*ret = '-';
 }
 
-static void run_one(const char *dir, const char *prog, struct totals *t)
+static void run_one(const char *dir, const char *prog, struct totals *t, FILE *say)
 {
 	char name[256], path[512], line[4096], notes[16384];
 	int planned = -1, seen = 0, failed0 = t->failed, status;
@@ -64,7 +67,7 @@ static void run_one(const char *dir, const char *prog, struct totals *t)
 			continue;
 		}
 		if (!strncmp(line, "not ok ", 7)) {
-			printf("%.*s%s: %s", (int)nr_notes, notes, name, line);
+			fprintf(say, "%.*s%s: %s", (int)nr_notes, notes, name, line);
 			t->failed++;
 			seen++;
 		} else if (!strncmp(line, "ok ", 3)) {
@@ -83,28 +86,117 @@ static void run_one(const char *dir, const char *prog, struct totals *t)
 	if (planned < 0 || seen < planned || (status && t->failed == failed0)) {
 		int missing = planned > seen ? planned - seen : 1;
 
-		printf("%.*snot ok - %s: ended with status %d after %d of %d cases\n",
-		       (int)nr_notes, notes, name, status, seen, planned);
+		fprintf(say,
+			"%.*snot ok - %s: ended with status %d after %d of %d cases\n",
+			(int)nr_notes, notes, name, status, seen, planned);
 		t->failed += missing;
 	}
 	clock_gettime(CLOCK_MONOTONIC, &t1);
-	printf("  %-40s %3d cases %6.1f s%s\n", name, seen,
-	       (double)(t1.tv_sec - t0.tv_sec) + (double)(t1.tv_nsec - t0.tv_nsec) / 1e9,
-	       t->failed != failed0 ? "  FAILED" : "");
-	fflush(stdout);
+	fprintf(say, "  %-40s %3d cases %6.1f s%s\n", name, seen,
+		(double)(t1.tv_sec - t0.tv_sec) + (double)(t1.tv_nsec - t0.tv_nsec) / 1e9,
+		t->failed != failed0 ? "  FAILED" : "");
+	fflush(say);
+}
+
+/* One of several at a time: what it says comes in one piece, when it has ended. */
+struct job {
+	pid_t pid;
+	FILE *said;
+	struct totals *t; /* shared with the child */
+};
+
+static void job_run(struct job *job, const char *dir, const char *prog)
+{
+	struct totals t = {0};
+
+	job->t->failed = 1; /* unless this comes to its end */
+	run_one(dir, prog, &t, job->said);
+	*job->t = t;
+}
+
+static void job_start(struct job *job, const char *dir, const char *prog)
+{
+	job->said = tmpfile();
+	job->t = mmap(NULL, sizeof(*job->t), PROT_READ | PROT_WRITE,
+		      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	if (!job->said || job->t == MAP_FAILED) {
+		perror("run");
+		exit(2);
+	}
+	job->pid = fork();
+	if (job->pid < 0) {
+		perror("run: fork");
+		exit(2);
+	}
+	if (job->pid)
+		return;
+	job_run(job, dir, prog);
+	fflush(job->said);
+	_exit(0);
+}
+
+/* Wait for any; add it up, and let its place go to the next one. */
+static void job_end(struct job *jobs, int nr, struct totals *t)
+{
+	pid_t pid = wait(NULL);
+	char line[4096];
+
+	for (int i = 0; i < nr; i++) {
+		struct job *job = &jobs[i];
+
+		if (!job->said || job->pid != pid)
+			continue;
+		rewind(job->said);
+		while (fgets(line, sizeof(line), job->said))
+			fputs(line, stdout);
+		fflush(stdout);
+		fclose(job->said);
+		t->passed += job->t->passed;
+		t->failed += job->t->failed;
+		t->skipped += job->t->skipped;
+		munmap(job->t, sizeof(*job->t));
+		job->said = NULL;
+	}
+}
+
+static void run_many(const char *dir, char **progs, int nr, int nr_jobs, struct totals *t)
+{
+	struct job jobs[JOBS_MAX] = {{0}};
+	int running = 0, next = 0;
+
+	while (next < nr || running) {
+		for (int i = 0; i < nr_jobs && next < nr; i++) {
+			if (jobs[i].said)
+				continue;
+			job_start(&jobs[i], dir, progs[next++]);
+			running++;
+		}
+		job_end(jobs, nr_jobs, t);
+		running--;
+	}
 }
 
 int main(int argc, char **argv)
 {
 	struct totals t = {0};
+	int jobs = 1;
 
-	if (argc < 3) {
-		fprintf(stderr, "usage: %s TAP_DIR PROGRAM...\n", argv[0]);
+	if (argc > 2 && !strcmp(argv[1], "-j")) {
+		jobs = atoi(argv[2]);
+		argv += 2;
+		argc -= 2;
+	}
+	if (argc < 3 || jobs < 1 || jobs > JOBS_MAX) {
+		fprintf(stderr, "usage: %s [-j N] TAP_DIR PROGRAM...  (N from 1 to %d)\n",
+			argv[0], JOBS_MAX);
 		return 2;
 	}
 	mkdir(argv[1], 0755);
-	for (int i = 2; i < argc; i++)
-		run_one(argv[1], argv[i], &t);
+	if (jobs == 1)
+		for (int i = 2; i < argc; i++)
+			run_one(argv[1], argv[i], &t, stdout);
+	else
+		run_many(argv[1], argv + 2, argc - 2, jobs, &t);
 	printf("%d passed, %d failed, %d skipped\n", t.passed, t.failed, t.skipped);
 	return t.failed ? 1 : 0;
 }

@@ -23,6 +23,8 @@ const char *rig_models_dir(void)
 	char exe[PATH_MAX];
 	ssize_t n;
 
+	if (getenv("KVT_MODELS"))
+		return getenv("KVT_MODELS");
 	if (!access("tests/models/tiny-k2/config.json", R_OK))
 		return "tests/models";
 	n = readlink("/proc/self/exe", exe, sizeof(exe) - 1);
