@@ -62,13 +62,14 @@ free_list:
 
 /* -------------------------------------------------------------------- evict */
 
-/* CACHED pages of one pool, of one tenant or of all (@tenant < 0). */
+/* CACHED pages of one pool, of one tenant or of all (@tenant < 0); pinned ones stay. */
 static u32 pool_evict(struct kvd_pool *pool, int tenant, bool dry_run)
 {
 	u32 pfn, nr = 0;
 
 	for (pfn = 0; pfn < pool->geo.nr_pages; pfn++) {
 		if (pool->frames[pfn].state != KVD_CACHED ||
+		    (pool->frames[pfn].flags & KVD_FRAME_HELD) ||
 		    (tenant >= 0 && pool->frames[pfn].tenant != tenant))
 			continue;
 		nr++;
@@ -91,6 +92,9 @@ static int evict_page(struct kvd_admin_call *call, struct kvd_pool *pool, bool d
 		return kvd_admin_fail(call, -ENOENT, "pfn %u: pool %u has %u pages", pfn,
 				      pool->id, pool->geo.nr_pages);
 	state = pool->frames[pfn].state;
+	if (state == KVD_CACHED && (pool->frames[pfn].flags & KVD_FRAME_HELD) && !revoke)
+		return kvd_admin_fail(call, KV_BUSY,
+				      "pfn %u is pinned: unpin it, or --revoke", pfn);
 	if (state == KVD_CACHED) {
 		if (!dry_run)
 			kvd_prefix_evict(pool, pfn);

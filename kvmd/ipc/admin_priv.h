@@ -60,6 +60,13 @@ int kvd_admin_vmstat(struct kvd_admin_call *call);
 int kvd_admin_pressure(struct kvd_admin_call *call);
 int kvd_admin_pagemap(struct kvd_admin_call *call);
 
+/* admin_steer.c */
+int kvd_admin_pin(struct kvd_admin_call *call);
+int kvd_admin_unpin(struct kvd_admin_call *call);
+int kvd_admin_drain(struct kvd_admin_call *call);
+int kvd_admin_limit(struct kvd_admin_call *call);
+int kvd_admin_revoke(struct kvd_admin_call *call);
+
 /* admin_do.c */
 int kvd_admin_audit(struct kvd_admin_call *call);
 int kvd_admin_evict(struct kvd_admin_call *call);

@@ -12,6 +12,7 @@
 #include "kvmd/ipc/admin_priv.h"
 #include "kvmd/ipc/conn.h"
 #include "kvmd/own/core.h"
+#include "kvmd/own/steer.h"
 
 #define PAGES_LIMIT 65536u
 
@@ -251,6 +252,7 @@ static void add_page_detail(cJSON *o, const struct kvd_pool *pool,
 	cJSON_AddBoolToObject(o, "sealed", kv_tag_sealed(f->tag));
 	cJSON_AddBoolToObject(o, "indexed", f->flags & KVD_FRAME_INDEXED);
 	cJSON_AddBoolToObject(o, "findable", f->flags & KVD_FRAME_FINDABLE);
+	cJSON_AddBoolToObject(o, "pinned", f->flags & KVD_FRAME_HELD);
 	if (f->flags & KVD_FRAME_INDEXED)
 		cJSON_AddStringToObject(o, "key", key);
 	else
@@ -351,6 +353,16 @@ int kvd_admin_pool(struct kvd_admin_call *call)
 	return 0;
 }
 
+static u32 tenant_held(const struct kvd *kvd, const struct kvd_tenant *t)
+{
+	u32 nr = 0;
+
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++)
+		if (kvd->core.mm.pools[i])
+			nr += kvd_steer_nr_held(kvd->core.mm.pools[i], t);
+	return nr;
+}
+
 int kvd_admin_tenant(struct kvd_admin_call *call)
 {
 	const cJSON *name = cJSON_GetObjectItemCaseSensitive(call->in, "name");
@@ -372,6 +384,8 @@ int kvd_admin_tenant(struct kvd_admin_call *call)
 		kvd_admin_u64(o, "high_bytes", t->account.high_bytes);
 		kvd_admin_u64(o, "max_bytes", t->account.max_bytes);
 		cJSON_AddNumberToObject(o, "weight", t->account.weight);
+		cJSON_AddBoolToObject(o, "draining", t->account.draining);
+		cJSON_AddNumberToObject(o, "pinned", tenant_held(call->kvd, t));
 		kvd_admin_u64(o, "domain_extent_bytes", t->domain->extent_bytes);
 		kvd_admin_states(o, t->account.nr);
 		kvd_admin_u64(o, "allocs", t->allocs);

@@ -149,7 +149,7 @@ static void reasons_gpu(struct kvd *kvd, cJSON *reasons)
 static void reasons_all(struct kvd *kvd, cJSON *reasons)
 {
 	const struct kvd_incident *last;
-	u32 i, over = 0;
+	u32 i, over = 0, draining = 0;
 
 	if (kvd->config.check == KV_CHECK_OFF)
 		reason(reasons, "CHECK_OFF",
@@ -178,10 +178,17 @@ static void reasons_all(struct kvd *kvd, cJSON *reasons)
 		reason(reasons, "INCIDENTS", "%llu failed check(s), the last %llu s ago",
 		       (unsigned long long)kvd->core.incidents.total,
 		       (unsigned long long)((kvd->now_ns - last->when_ns) / 1000000000));
-	for (i = 0; i < KVD_TENANTS_MAX; i++)
-		over += kvd->core.tenants[i] &&
-			kvd->core.tenants[i]->account.used_bytes >
-				kvd->core.tenants[i]->account.max_bytes;
+	for (i = 0; i < KVD_TENANTS_MAX; i++) {
+		if (!kvd->core.tenants[i])
+			continue;
+		over += kvd->core.tenants[i]->account.used_bytes >
+			kvd->core.tenants[i]->account.max_bytes;
+		draining += kvd->core.tenants[i]->account.draining;
+	}
+	if (draining)
+		reason(reasons, "TENANT_DRAINING",
+		       "%u tenant(s) are drained by an operator and get no memory",
+		       draining);
 	if (over)
 		reason(reasons, "QUOTA_DEFERRED",
 		       "%u tenant(s) hold more than their new max", over);

@@ -120,7 +120,7 @@ void kvd_audit_counters(const struct kvd_pool *pool, struct kvd_findings *fs)
 				"%u pages on free lists, %u FREE", free,
 				pool->nr[KVD_FREE]);
 	for (u32 i = 0; i < KVD_DOMAIN_TENANTS_MAX; i++)
-		cached += kvd_lru_nr(&pool->lru[i]);
+		cached += kvd_lru_nr(&pool->lru[i]) + pool->lru[i].held.nr;
 	if (cached != pool->nr[KVD_CACHED])
 		kvd_finding_add(fs, 1, pool->id, KVD_PFN_NONE,
 				"%u pages on LRUs, %u CACHED", cached,
@@ -184,6 +184,7 @@ void kvd_audit_lists(const struct kvd_pool *pool, struct kvd_findings *fs)
 	for (u32 i = 0; i < KVD_DOMAIN_TENANTS_MAX; i++) {
 		audit_list(pool, &pool->lru[i].leaf, KVD_CACHED, "a leaf LRU", fs);
 		audit_list(pool, &pool->lru[i].inner, KVD_CACHED, "an inner LRU", fs);
+		audit_list(pool, &pool->lru[i].held, KVD_CACHED, "a held list", fs);
 	}
 	waiting = audit_batches(pool, fs);
 	if (waiting != nr[KVD_QUARANTINE])

@@ -2,10 +2,11 @@
 /*
  * mm/lru.c - CACHED pages, least recently used first, leaves first. See lru.h.
  *
- * A CACHED page is on `leaf` exactly if it has no indexed child, so the list it is on is
- * known without a mark. Loop thread only.
+ * A CACHED page is on `held` if it has that flag, else on `leaf` exactly if it has no
+ * indexed child, so the list it is on is known without a mark. Loop thread only.
  */
 #include "kvmd/mm/lru.h"
+#include "base/mutant.h"
 #include "kvmd/mm/pool.h"
 
 /* Steps that a parent may go to find its place by age among the leaves. */
@@ -15,6 +16,7 @@ void kvd_lru_init(struct kvd_lru *lru)
 {
 	kvd_pfn_list_init(&lru->leaf);
 	kvd_pfn_list_init(&lru->inner);
+	kvd_pfn_list_init(&lru->held);
 }
 
 static struct kvd_lru *lru_of(struct kvd_pool *pool, u32 pfn)
@@ -25,25 +27,33 @@ static struct kvd_lru *lru_of(struct kvd_pool *pool, u32 pfn)
 	return &pool->lru[acct->slot];
 }
 
-void kvd_lru_add(struct kvd_pool *pool, u32 pfn)
+static bool is_held(const struct kvd_pool *pool, u32 pfn)
+{
+	return (pool->frames[pfn].flags & KVD_FRAME_HELD) && !KV_MUTANT(held_evicted);
+}
+
+static struct kvd_pfn_list *list_of(struct kvd_pool *pool, u32 pfn)
 {
 	struct kvd_lru *lru = lru_of(pool, pfn);
 
+	if (is_held(pool, pfn))
+		return &lru->held;
+	return pool->links[pfn].nr_children ? &lru->inner : &lru->leaf;
+}
+
+void kvd_lru_add(struct kvd_pool *pool, u32 pfn)
+{
 	kv_assert(pool->frames[pfn].state == KVD_CACHED);
 	pool->links[pfn].stamp = ++pool->mm->lru_clock;
-	pool->extents[kvd_pool_extent_of(pool, pfn)].nr_cached++;
-	kvd_pfn_list_add_tail(pool->links,
-			      pool->links[pfn].nr_children ? &lru->inner : &lru->leaf,
-			      pfn);
+	/* An extent with a held page cannot be emptied, so that page does not count. */
+	pool->extents[kvd_pool_extent_of(pool, pfn)].nr_cached += !is_held(pool, pfn);
+	kvd_pfn_list_add_tail(pool->links, list_of(pool, pfn), pfn);
 }
 
 void kvd_lru_del(struct kvd_pool *pool, u32 pfn)
 {
-	struct kvd_lru *lru = lru_of(pool, pfn);
-
-	pool->extents[kvd_pool_extent_of(pool, pfn)].nr_cached--;
-	kvd_pfn_list_del(pool->links,
-			 pool->links[pfn].nr_children ? &lru->inner : &lru->leaf, pfn);
+	pool->extents[kvd_pool_extent_of(pool, pfn)].nr_cached -= !is_held(pool, pfn);
+	kvd_pfn_list_del(pool->links, list_of(pool, pfn), pfn);
 }
 
 void kvd_lru_child_added(struct kvd_pool *pool, u32 parent)
@@ -51,7 +61,8 @@ void kvd_lru_child_added(struct kvd_pool *pool, u32 parent)
 	struct kvd_link *link = &pool->links[parent];
 	struct kvd_lru *lru;
 
-	if (pool->frames[parent].state == KVD_CACHED && !link->nr_children) {
+	if (pool->frames[parent].state == KVD_CACHED && !link->nr_children &&
+	    !is_held(pool, parent)) {
 		lru = lru_of(pool, parent);
 		kvd_pfn_list_del(pool->links, &lru->leaf, parent);
 		kvd_pfn_list_add_tail(pool->links, &lru->inner, parent);
@@ -97,7 +108,8 @@ void kvd_lru_child_removed(struct kvd_pool *pool, u32 parent)
 	/* An orphan whose parent's pfn came back with the same low half of a generation. */
 	if (!link->nr_children)
 		return;
-	if (pool->frames[parent].state != KVD_CACHED || link->nr_children > 1) {
+	if (pool->frames[parent].state != KVD_CACHED || link->nr_children > 1 ||
+	    is_held(pool, parent)) {
 		link->nr_children--;
 		return;
 	}

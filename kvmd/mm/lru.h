@@ -3,7 +3,8 @@
  * mm/lru.h - CACHED pages of a pool, per tenant, least recently used first, leaves first.
  *
  * Two lists per tenant: `leaf` holds pages without an indexed child, `inner` the others.
- * An entry with children is not evicted before them unless no leaf is left. Loop thread
+ * An entry with children is not evicted before them unless no leaf is left. Pages that an
+ * operator holds (KVD_FRAME_HELD) are on a third list that nobody takes from. Loop thread
  * only.
  */
 #ifndef KVD_LRU_H
@@ -17,6 +18,7 @@
 struct kvd_lru {
 	struct kvd_pfn_list leaf;
 	struct kvd_pfn_list inner;
+	struct kvd_pfn_list held;
 };
 
 /** kvd_lru_init() - nothing is CACHED yet */
@@ -38,6 +40,7 @@ void kvd_lru_child_removed(struct kvd_pool *pool, u32 parent);
 /** kvd_lru_victim() - page to evict next from @lru, or KVD_PFN_NONE */
 u32 kvd_lru_victim(const struct kvd_lru *lru);
 
+/** kvd_lru_nr() - pages that may be evicted */
 static inline u32 kvd_lru_nr(const struct kvd_lru *lru)
 {
 	return lru->leaf.nr + lru->inner.nr;

@@ -85,6 +85,8 @@ enum kvd_page_event {
 	KVD_EV_EVICT,
 	KVD_EV_RELEASE, /* grace period over */
 	KVD_EV_POISON,
+	KVD_EV_HOLD,   /* by an operator */
+	KVD_EV_UNHOLD,
 	KVD_EV_NR
 };
 
@@ -145,6 +147,7 @@ KV_ABI_FIELD(kvd_frame, check, 60, 4);
 #define KVD_FRAME_FINDABLE 0x04u /* lookups may return it: SEAL's grace is over */
 #define KVD_FRAME_SEALING  0x08u /* waits for SEAL's grace, which holds one reference */
 #define KVD_FRAME_ROOT	   0x10u /* starts its sequence: has no parent by right */
+#define KVD_FRAME_HELD	   0x20u /* an operator holds it in the cache (own/steer.h) */
 
 /**
  * struct kvd_frames_hdr - head of a record region (4 KiB); records follow at @record_off
@@ -227,6 +230,7 @@ KV_ABI_SIZE(kvd_link, 64);
  * @slot: the tenant's place in its domain: picks the LRU list
  * @domain_id: its domain
  * @reclaim_debt: bytes of its own CACHED pages that background reclaim was asked to free
+ * @draining: an operator lets it have nothing more
  * @nr: pages by state, all pools
  */
 struct kvd_account {
@@ -239,6 +243,7 @@ struct kvd_account {
 	u32 slot;
 	u32 domain_id;
 	u64 reclaim_debt;
+	bool draining;
 	u32 nr[KVD_FRAME_STATES];
 };
 

@@ -8,6 +8,7 @@
  */
 #include "kvmd/own/lease.h"
 #include <errno.h>
+#include "base/mutant.h"
 #include "kvmd/own/core.h"
 
 #define HARVEST_SLICES 4u
@@ -177,6 +178,10 @@ static int lease_prepare(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u
 
 	if (r)
 		return r;
+	if (t->account.draining && !KV_MUTANT(drain_grants)) {
+		t->quota_refusals++;
+		return KV_QUOTA;
+	}
 	r = kvd_charge_try(t, pool, nr);
 	if (r) {
 		r = charge_slow(s, pool, nr, gfp, r, ret_pending);

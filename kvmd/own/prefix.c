@@ -106,6 +106,13 @@ static bool parent_alive(const struct kvd_pool *pool, const struct kvd_frame *f)
 	return (p->flags & KVD_FRAME_INDEXED) && (u32)kv_tag_gen(p->tag) == f->parent_gen;
 }
 
+u32 kvd_prefix_parent(const struct kvd_pool *pool, u32 pfn)
+{
+	const struct kvd_frame *f = &pool->frames[pfn];
+
+	return parent_alive(pool, f) ? f->parent : KVD_PFN_NONE;
+}
+
 /*
  * Key and tokens are equal: is it also the same sequence before this page? With whole
  * keys the chain of hashes has said so; this catches what a collision would let through.
@@ -224,7 +231,8 @@ void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn)
 	if (parent_alive(pool, f))
 		kvd_lru_child_removed(pool, f->parent);
 	f->parent = KVD_PFN_NONE;
-	f->flags &= (u8) ~(KVD_FRAME_INDEXED | KVD_FRAME_FINDABLE | KVD_FRAME_ROOT);
+	f->flags &= (u8) ~(KVD_FRAME_INDEXED | KVD_FRAME_FINDABLE | KVD_FRAME_ROOT |
+			   KVD_FRAME_HELD);
 	/* Children are orphans now: parent_alive() says so, they are found again by their
 	 * keys when this page comes back, and evicted as any other. */
 	pool->links[pfn].nr_children = 0;

@@ -139,6 +139,10 @@ void kvd_prefix_adopt(struct kvd_pool *pool, u32 pfn);
 /** kvd_prefix_remove() - take an indexed page out of the index (evict, revoke, reset) */
 void kvd_prefix_remove(struct kvd_pool *pool, u32 pfn);
 
+/** kvd_prefix_parent() - the page before @pfn in its prefix, or KVD_PFN_NONE: it is the
+ * first, or the one before it is gone */
+u32 kvd_prefix_parent(const struct kvd_pool *pool, u32 pfn);
+
 /** kvd_prefix_forget() - a SEALED page that its readers keep is not found any more. A
  * seal in progress ends without its grace period: there is nothing left to publish */
 void kvd_prefix_forget(struct kvd_pool *pool, u32 pfn);

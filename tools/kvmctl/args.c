@@ -102,11 +102,15 @@ static const struct opt opts[] = {
 	OPT("dry-run", 'n', OPT_FLAG, dry_run),
 	OPT("yes", 'y', OPT_FLAG, yes),
 	OPT("revoke", 0, OPT_FLAG, revoke),
+	OPT("off", 0, OPT_FLAG, off),
 	OPT("help", 'h', OPT_FLAG, help),
 	OPT("version", 0, OPT_FLAG, version),
 	OPT("socket", 0, OPT_TEXT, socket),
 	OPT("state", 0, OPT_TEXT, state),
 	OPT("model", 0, OPT_TEXT, model),
+	OPT("min", 0, OPT_TEXT, min_size),
+	OPT("high", 0, OPT_TEXT, high_size),
+	OPT("max", 0, OPT_TEXT, max_size),
 	OPT("preset", 0, OPT_TEXT, preset),
 	OPT("bytes", 0, OPT_TEXT, kv_bytes), /* after plan */
 	OPT("timeout", 0, OPT_SECONDS, timeout_s),
@@ -114,6 +118,8 @@ static const struct opt opts[] = {
 	OPT("pool", 0, OPT_INTEGER, pool),
 	OPT("limit", 0, OPT_INTEGER, limit),
 	OPT("tp", 0, OPT_INTEGER, tp),
+	OPT("weight", 0, OPT_INTEGER, weight),
+	OPT("revision", 0, OPT_INTEGER, revision),
 	OPT("fields", 0, OPT_FIELDS, fields),
 	OPT("format", 0, OPT_FORMAT, format),
 };
@@ -269,7 +275,7 @@ int ctl_args_parse(int argc, char **argv, struct ctl_args *args)
 	memset(args, 0, sizeof(*args));
 	args->socket = env && *env ? env : KVMD_ADMIN_SOCKET_DEFAULT;
 	args->timeout_s = 5;
-	args->pool = args->limit = -1;
+	args->pool = args->limit = args->weight = args->revision = -1;
 	args->tp = 1;
 	/* First of all: errors of the others are already said the way it asks for. */
 	for (i = 1; i < argc; i++)

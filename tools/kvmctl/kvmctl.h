@@ -44,7 +44,8 @@ enum ctl_format { CTL_TABLE, CTL_CSV };
  * @json, @pretty, @quiet, @bytes: -j, -p, -q, --bytes
  * @format, @noheader, @nounits: --format
  * @fields: [nr_fields] of --fields; 0 = the usual ones
- * @dry_run, @yes, @revoke: for what changes state
+ * @dry_run, @yes, @revoke, @off: for what changes state
+ * @min_size, @high_size, @max_size, @weight, @revision: for limit; NULL, -1 = not given
  * @pool, @limit, @state: filters; @pool and @limit -1 = not given
  * @model, @preset, @kv_bytes, @tp: for plan
  */
@@ -60,7 +61,9 @@ struct ctl_args {
 	const char *fields[CTL_FIELDS_MAX];
 	u32 nr_fields;
 	char *fields_text;
-	bool dry_run, yes, revoke, help, version;
+	bool dry_run, yes, revoke, off, help, version;
+	const char *min_size, *high_size, *max_size;
+	long weight, revision;
 	long pool, limit;
 	const char *state;
 	const char *model, *preset, *kv_bytes;
@@ -173,7 +176,7 @@ int ctl_show(struct ctl *ctl, cJSON *request, const char *name,
 /** ctl_filter() - --pool, --limit and --state into a request */
 void ctl_filter(struct ctl *ctl, cJSON *request);
 
-/* Verbs: show.c, memory.c, act.c, plan.c, doctor.c */
+/* Verbs: show.c, memory.c, steer.c, act.c, plan.c, doctor.c */
 int ctl_status(struct ctl *ctl);
 int ctl_ps(struct ctl *ctl);
 int ctl_pages(struct ctl *ctl);
@@ -190,6 +193,11 @@ int ctl_pressure(struct ctl *ctl);
 int ctl_pagemap(struct ctl *ctl);
 int ctl_audit(struct ctl *ctl);
 int ctl_evict(struct ctl *ctl);
+int ctl_pin(struct ctl *ctl);
+int ctl_unpin(struct ctl *ctl);
+int ctl_drain(struct ctl *ctl);
+int ctl_limit(struct ctl *ctl);
+int ctl_revoke(struct ctl *ctl);
 int ctl_events(struct ctl *ctl);
 int ctl_reload(struct ctl *ctl);
 int ctl_upgrade(struct ctl *ctl);

@@ -363,6 +363,8 @@ static const struct ctl_column tenant_columns[] = {
 	{"quota_refusals", "OVER QUOTA", CTL_COUNT, false},
 	{"full_refusals", "FULL", CTL_COUNT, false},
 	{"weight", "WEIGHT", CTL_COUNT, true},
+	{"draining", "DRAINING", CTL_TEXT, true},
+	{"pinned", "PINNED", CTL_COUNT, true},
 	{"magazine", "MAGAZINE", CTL_COUNT, true},
 	{"quarantine", "QUARANTINE", CTL_COUNT, true},
 	{"allocs", "ALLOCS", CTL_COUNT, true},

@@ -412,6 +412,59 @@ KVT_TEST(every_verb_answers)
 	daemon_stop(&d);
 }
 
+KVT_TEST(drain_limit_and_revoke_steer_a_tenant)
+{
+	struct kv_grant g[4];
+	struct raw c;
+	char line[96];
+	double rev;
+
+	daemon_start(&d, NULL);
+	raw_open(&c, &d);
+	KVT_EXPECT_EQ(raw_alloc(&c, 4, KV_GFP_NOWAIT, g), 0);
+	KVT_EXPECT_EQ(ctl("drain default"), 2);
+	KVT_EXPECT_HAS(err, "--yes");
+	KVT_EXPECT_EQ(ctl("drain nosuch -y"), 4);
+	KVT_EXPECT_EQ(ctl("drain default --dry-run"), 0);
+	KVT_EXPECT_EQ(raw_alloc(&c, 1, KV_GFP_NOWAIT, g), 0);
+	KVT_EXPECT_EQ(ctl("drain default -y"), 0);
+	KVT_EXPECT_HAS(out, "5 in use");
+	KVT_EXPECT_EQ(raw_alloc(&c, 1, KV_GFP_NOWAIT, g), KV_QUOTA);
+	KVT_EXPECT_EQ(ctl("status"), 7);
+	KVT_EXPECT_HAS(out, "TENANT_DRAINING");
+	KVT_EXPECT_EQ(ctl("drain default --off"), 0);
+	KVT_EXPECT_EQ(raw_alloc(&c, 1, KV_GFP_NOWAIT, g), 0);
+
+	rev = daemon_number(&d, "{\"op\":\"tenant\"}", "tenants.0.revision");
+	KVT_EXPECT_EQ(ctl("limit default"), 2);
+	KVT_EXPECT_EQ(ctl("limit default --max 4parsecs"), 2);
+	KVT_EXPECT_HAS(err, "--max: \"4parsecs\"");
+	KVT_EXPECT_EQ(ctl("limit default --high 4KiB --max 4KiB --dry-run"), 0);
+	KVT_EXPECT_HAS(out, "would be deferred");
+	KVT_EXPECT_EQ(ctl("limit default --high 4KiB --max 4KiB"), 0);
+	KVT_EXPECT_HAS(out, "deferred");
+	KVT_EXPECT_EQ(raw_alloc(&c, 1, KV_GFP_NOWAIT, g), KV_QUOTA);
+	snprintf(line, sizeof(line), "limit default --max 1GiB --revision %.0f", rev);
+	KVT_EXPECT_EQ(ctl(line), 6);
+	KVT_EXPECT_HAS(err, "stale");
+	KVT_EXPECT_EQ(ctl("limit default --high 2GiB --max 1GiB"), 6);
+	KVT_EXPECT_HAS(err, "conflict: high");
+	KVT_EXPECT_EQ(ctl("limit default --high 1GiB --max 1GiB"), 0);
+	KVT_EXPECT_HAS(out, "applied");
+	KVT_EXPECT_EQ(raw_alloc(&c, 1, KV_GFP_NOWAIT, g), 0);
+
+	KVT_EXPECT_EQ(ctl("pin 0"), 4); /* nobody can find it */
+	KVT_EXPECT_EQ(ctl("unpin 0"), 4);
+	KVT_EXPECT_EQ(ctl("revoke session 77 -y"), 4);
+	KVT_EXPECT_EQ(ctl("revoke tenant default"), 2);
+	KVT_EXPECT_EQ(ctl("revoke tenant default -n"), 0);
+	KVT_EXPECT_HAS(out, "would end 1 sessions with 7 pages");
+	KVT_EXPECT_EQ(ctl("revoke tenant default -y"), 0);
+	KVT_EXPECT(raw_hung_up(&c));
+	raw_close(&c);
+	daemon_stop(&d);
+}
+
 /* The memory verbs say what the client did: 3 pages in use, 1 freed, one refusal. */
 KVT_TEST(memory_verbs_show_what_is_there)
 {
