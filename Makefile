@@ -59,7 +59,7 @@ NVFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-p
 CUDA_LIBS := $(if $(CONFIG_CUDA),-L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt)
 
 # ---------------------------------------------------------------- directories
-DIRS := kvmd kvmd/dbg kvmd/backend kvmd/mm kvmd/own kvmd/keep kvmd/ipc libkvclient kernels \
+DIRS := kvmd kvmd/dbg kvmd/backend kvmd/mm kvmd/own kvmd/keep kvmd/mover kvmd/ipc libkvclient kernels \
 	engine engine/model engine/run engine/http \
 	tools/kvmctl tools/kvquant tools/kvbench tests/bench
 
@@ -73,7 +73,7 @@ endef
 $(foreach d,$(DIRS),$(eval $(call load_dir,$(d))))
 
 KVD_OBJS := $(objs-kvmd) $(objs-kvmd/dbg) $(objs-kvmd/backend) $(objs-kvmd/mm) \
-	$(objs-kvmd/own) $(objs-kvmd/keep) $(objs-kvmd/ipc)
+	$(objs-kvmd/own) $(objs-kvmd/keep) $(objs-kvmd/mover) $(objs-kvmd/ipc)
 ENG_OBJS := $(objs-engine) $(objs-engine/model) $(objs-engine/run) $(objs-engine/http)
 
 LIB_KVD := -luring -lcjson -lsodium -ljemalloc -lm
@@ -198,6 +198,7 @@ FAKES := $(O)/tests/fake/libcuda.so $(O)/tests/fake/libnvml.so
 $(FAKES): $(O)/tests/fake/lib%.so: $(O)/obj/tests/fake/%.o
 	$(call say,LD,$@)
 	$(Q)mkdir -p $(@D) && $(CC) -shared $(LDFLAGS) -Wl,-z,nodelete -o $@ $(filter %.o,$^)
+$(O)/tests/fake/libcuda.so: $(O)/obj/tests/fake/cuda_copy.o
 $(filter $(O)/tests/fault/% $(O)/tests/ipc/% $(O)/tests/unit/client/% \
 	$(O)/tests/unit/tools/%,$(TEST_BINS)): | $(FAKES)
 

@@ -17,6 +17,7 @@
 
 #include "kvmd/daemon.h"
 #include "kvmd/dbg/log.h"
+#include "kvmd/mover/wire.h"
 
 #define EXIT_USAGE 2
 
@@ -355,6 +356,8 @@ int main(int argc, char **argv)
 
 	if (argc == 4 && !strcmp(argv[1], "--keeper-process"))
 		return kvd_keeper_main(atoi(argv[2]), atoi(argv[3]));
+	if ((argc == 3 || argc == 4) && !strcmp(argv[1], "--mover-process"))
+		return kvd_mover_main(atoi(argv[2]), argv[3]);
 	strcpy(cmd.opt.socket_path, KVMD_SOCKET_DEFAULT);
 	strcpy(cmd.opt.admin_path, KVMD_ADMIN_SOCKET_DEFAULT);
 	strcpy(cmd.opt.state_dir, "/var/lib/kvmd");

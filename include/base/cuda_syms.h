@@ -52,18 +52,21 @@ struct kv_cu_ipc_handle {
 	char reserved[64];
 };
 
-#define KV_CU_DEVICE		1
-#define KV_CU_PINNED		1
-#define KV_CU_POSIX_FD		1
-#define KV_CU_READ		1
-#define KV_CU_READWRITE		3
-#define KV_CU_RECOMMENDED	1
-#define KV_CU_IPC_LAZY		1 /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
+#define KV_CU_DEVICE		   1
+#define KV_CU_PINNED		   1
+#define KV_CU_POSIX_FD		   1
+#define KV_CU_READ		   1
+#define KV_CU_READWRITE		   3
+#define KV_CU_RECOMMENDED	   1
+#define KV_CU_IPC_LAZY		   1 /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
+#define KV_CU_STREAM_NON_BLOCKING  1
+#define KV_CU_EVENT_DISABLE_TIMING 2
+#define KV_CU_NOT_READY		   600 /* of an event */
 
 /* CUdevice_attribute */
-#define KV_CU_ATTR_COMPUTE_MODE 20
-#define KV_CU_ATTR_VMM		102
-#define KV_CU_ATTR_POSIX_FD	103
+#define KV_CU_ATTR_COMPUTE_MODE	   20
+#define KV_CU_ATTR_VMM		   102
+#define KV_CU_ATTR_POSIX_FD	   103
 
 /* name in the library, member, arguments */
 #define KV_CUDA_SYMS(X)                                                                  \
@@ -105,6 +108,16 @@ struct kv_cu_ipc_handle {
 	X(cuMemFree_v2, free, (kv_cu_ptr ptr))                                           \
 	X(cuMemcpyHtoD_v2, copy_in, (kv_cu_ptr dst, const void *src, size_t bytes))      \
 	X(cuMemcpyDtoH_v2, copy_out, (void *dst, kv_cu_ptr src, size_t bytes))           \
+	X(cuMemHostRegister_v2, host_register,                                           \
+	  (void *addr, size_t bytes, unsigned flags))                                    \
+	X(cuStreamCreate, stream_create, (void **stream, unsigned flags))                \
+	X(cuEventCreate, event_create, (void **event, unsigned flags))                   \
+	X(cuEventRecord, event_record, (void *event, void *stream))                      \
+	X(cuEventQuery, event_query, (void *event))                                      \
+	X(cuMemcpyHtoDAsync_v2, copy_in_async,                                           \
+	  (kv_cu_ptr dst, const void *src, size_t bytes, void *stream))                  \
+	X(cuMemcpyDtoHAsync_v2, copy_out_async,                                          \
+	  (void *dst, kv_cu_ptr src, size_t bytes, void *stream))                        \
 	X(cuIpcGetMemHandle, ipc_get, (struct kv_cu_ipc_handle * handle, kv_cu_ptr ptr)) \
 	X(cuIpcOpenMemHandle_v2, ipc_open,                                               \
 	  (kv_cu_ptr * ptr, struct kv_cu_ipc_handle handle, unsigned flags))             \

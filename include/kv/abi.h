@@ -318,6 +318,31 @@ KV_ABI_FIELD(kv_msg_pool_reply, gpu_uuid, 240, 16);
 #define KV_BACKEND_CUDA	       1u
 #define KV_BACKEND_CUDA_LEGACY 2u
 
+/*
+ * KV_BACKEND_CUDA_LEGACY: an extent's descriptor is a sealed file with this at its start. The
+ * pool has one extent, at the address that cuIpcOpenMemHandle gives: the page addresses begin
+ * there. EXTENT_ADDED follows the POOL_REPLY, and the extent stays as long as the pool is open.
+ */
+struct kv_legacy_extent {
+	uint32_t magic; /* KV_LEGACY_MAGIC */
+	uint32_t reserved;
+	uint64_t id; /* kvmd's own */
+	uint64_t size_bytes;
+	uint8_t gpu_uuid[16];
+	uint8_t handle[64]; /* CUipcMemHandle */
+	uint8_t reserved2[24];
+};
+KV_ABI_SIZE(kv_legacy_extent, 128);
+KV_ABI_FIELD(kv_legacy_extent, magic, 0, 4);
+KV_ABI_FIELD(kv_legacy_extent, reserved, 4, 4);
+KV_ABI_FIELD(kv_legacy_extent, id, 8, 8);
+KV_ABI_FIELD(kv_legacy_extent, size_bytes, 16, 8);
+KV_ABI_FIELD(kv_legacy_extent, gpu_uuid, 24, 16);
+KV_ABI_FIELD(kv_legacy_extent, handle, 40, 64);
+KV_ABI_FIELD(kv_legacy_extent, reserved2, 104, 24);
+
+#define KV_LEGACY_MAGIC 0x4c43564bu /* "KVCL" */
+
 struct kv_msg_pool_close {
 	struct kv_msg msg;
 	uint32_t pool_id;

@@ -79,7 +79,7 @@ struct kvd_mover_extent {
  * struct kvd_mover_copy - one piece of a job, usually a page
  * @extent: borrowed for the call
  * @extent_off, @pool_off: where, in bytes, in the extent and in the host pool
- * @bytes: > 0, a multiple of 4 as are the offsets
+ * @bytes: > 0
  */
 struct kvd_mover_copy {
 	const struct kvd_mover_extent *extent;
@@ -113,18 +113,23 @@ struct kvd_mover_job {
  * @extent_given, @extent_put: count the mover among the holders of an extent
  * @keep: the process's pidfd goes to the keeper before it gets a job; @listed: NVML has
  *	been seen listing it. pidfd -1: its end is proven. Return: 0; -errno: no mover
- * @prove: the process is gone: find out whether its GPU work is, then call
- *	kvd_mover_ended(). Not called on host memory, where the pidfd is the proof
  * @started: it has a context: find out whether NVML lists it, then call
  *	kvd_mover_listed(). Not called on host memory
+ * @prove: the process is gone with copies unfinished: find out whether its GPU work is,
+ *	then call kvd_mover_ended(). Not called on host memory, where the pidfd is the proof
+ * @died: the process is gone, asked or not; @owned: with memory of kvd_mover_alloc()
+ * @alloced: answer to kvd_mover_alloc(): 0 and 64 bytes of handle, or -errno and a text
  */
 struct kvd_mover_ops {
 	void *arg;
 	void (*extent_given)(void *arg, u32 pool_id, u32 index, u64 serial);
 	void (*extent_put)(void *arg, u32 pool_id, u32 index, u64 serial);
 	int (*keep)(void *arg, pid_t pid, int pidfd, bool listed);
-	void (*prove)(void *arg);
 	void (*started)(void *arg);
+	void (*prove)(void *arg);
+	void (*died)(void *arg, bool owned);
+	void (*alloced)(void *arg, u64 id, int result, const u8 *handle,
+			const char *text);
 };
 
 /**
@@ -182,12 +187,15 @@ int kvd_mover_create(const struct kvd_mover_params *params,
  */
 void kvd_mover_destroy(struct kvd_mover *mover);
 
-/** kvd_mover_fd() - readable when kvd_mover_run() has something to do */
+/** kvd_mover_fd() - readable when kvd_mover_event() has something to do */
 int kvd_mover_fd(const struct kvd_mover *mover);
 
+/** kvd_mover_event() - the fd is readable: read what the process says, note its end */
+void kvd_mover_event(struct kvd_mover *mover);
+
 /**
- * kvd_mover_run() - take completions, hand over, start, restart; call when the fd is
- * readable, after submitting, and at the time it asked for
+ * kvd_mover_run() - take completions, hand over, start, restart; call in every turn of the
+ * loop. Costs two loads when there is nothing to do
  *
  * Return: when to call again at the latest; KVD_MOVER_NEVER.
  */
@@ -199,7 +207,9 @@ u64 kvd_mover_run(struct kvd_mover *mover, u64 now_ns);
  *
  * All extents of a job must be live; the caller keeps them so until done().
  * Return: 0; KV_BUSY KVD_MOVER_JOBS_MAX are under way; -EINVAL a copy lies outside its
- *	extent or the pool; -ENOSPC too many extents are mapped.
+ *	extent or the pool, or they make more than KVD_MOVER_COPIES_MAX runs; -ENOSPC too many
+ *	extents are mapped; -ESTALE an extent is being dropped; -EPIPE no mover can be
+ *	started: the end of the last one is not proven.
  */
 int kvd_mover_submit(struct kvd_mover *mover, const struct kvd_mover_job *job,
 		     u64 *ret_id);
@@ -223,6 +233,18 @@ void kvd_mover_extent_drop(struct kvd_mover *mover, u32 pool_id, u32 index, u64 
  * @ret_fd: borrowed; may be NULL
  */
 void *kvd_mover_pool(const struct kvd_mover *mover, u64 *ret_bytes, int *ret_fd);
+
+/**
+ * kvd_mover_alloc() - memory of the mover's own, for extents of cuda-legacy
+ * @id: the caller's, not 0
+ *
+ * Starts the mover. Return: 0 and ops.alloced() follows; KV_BUSY one is under way; -EPIPE.
+ */
+int kvd_mover_alloc(struct kvd_mover *mover, u64 id, u64 bytes);
+
+/** kvd_mover_free() - no importer has it open and no job names it; with the process gone
+ * so is the memory */
+void kvd_mover_free(struct kvd_mover *mover, u64 id);
 
 /* -------------------------------------------------- told by the owner of the proof */
 

@@ -31,6 +31,7 @@ static const struct {
 	ROW(kv_msg_hello_reply, 264),
 	ROW(kv_msg_pool_open, 120),
 	ROW(kv_msg_pool_reply, 256),
+	ROW(kv_legacy_extent, 128),
 	ROW(kv_msg_pool_close, 24),
 	ROW(kv_msg_extents, 4024),
 	ROW(kv_msg_revoke, 24),

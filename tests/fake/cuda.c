@@ -22,6 +22,8 @@
  *	FAKE_CUDA_LACKS		number of a device attribute that is 0
  *	FAKE_CUDA_MODE		compute mode (0)
  *
+ * Copies and legacy memory: cuda_copy.c.
+ *
  * A context is an open memfd named after its process, which the fake NVML finds.
  * fake_cuda_get() tells what is open and how often an entry was called.
  */
@@ -35,15 +37,8 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
-#include "tests/fake/fake.h"
-#include "base/cuda_syms.h"
+#include "tests/fake/cuda_fake.h"
 
-#define API	    __attribute__((visibility("default")))
-#define OK	    0
-#define INVALID	    1
-#define NO_MEMORY   2
-#define NOT_INIT    3
-#define NO_DEVICE   100
 #define DEVICES_MAX 8
 #define HANDLES_MAX 4096
 
@@ -65,33 +60,25 @@ static pid_t ctx_pid;
 static int ctx_fds[DEVICES_MAX] = {-1, -1, -1, -1, -1, -1, -1, -1};
 static int visible[DEVICES_MAX], nr_visible;
 
-/* Does FAKE_CUDA_FAIL say that this call fails? */
-static bool must_fail(const char *entry, int *calls)
+kv_cu_result fake_cuda_may(const char *entry, int *calls)
 {
 	const char *env = getenv("FAKE_CUDA_FAIL");
 	size_t n = strlen(entry);
+	bool fails = false;
 
 	++*calls;
-	if (!env || strncmp(env, entry, n) || env[n] != ':')
-		return false;
-	return strchr(env, '+') ? *calls >= atoi(env + n + 1)
-				: *calls == atoi(env + n + 1);
+	if (env && !strncmp(env, entry, n) && env[n] == ':')
+		fails = strchr(env, '+') ? *calls >= atoi(env + n + 1)
+					 : *calls == atoi(env + n + 1);
+	if (fails)
+		return NO_MEMORY;
+	return initialised ? OK : NOT_INIT;
 }
 
-#define MAYBE_FAIL(entry)                      \
-	do {                                   \
-		static int calls_;             \
-		if (must_fail(entry, &calls_)) \
-			return NO_MEMORY;      \
-		if (!initialised)              \
-			return NOT_INIT;       \
-	} while (0)
-
-#define NEED_CONTEXT()              \
-	do {                        \
-		if (!depth)         \
-			return 201; \
-	} while (0)
+bool fake_cuda_context(void)
+{
+	return depth;
+}
 
 /* As the real one after cuInit: a thread with the signal mask of its maker. */
 static void *driver_thread(void *arg)
@@ -486,129 +473,6 @@ API kv_cu_result cuCtxPopCurrent_v2(kv_cu_ctx *ctx)
 	depth--;
 	if (ctx)
 		*ctx = stack[depth];
-	return OK;
-}
-
-API kv_cu_result cuCtxSynchronize(void);
-API kv_cu_result cuCtxSynchronize(void)
-{
-	MAYBE_FAIL("cuCtxSynchronize");
-	NEED_CONTEXT();
-	return OK;
-}
-
-/* ------------------------------------------- memory with a legacy IPC handle */
-
-static struct {
-	u8 *addr;
-	size_t bytes;
-	int fd;
-} legacy[16];
-
-API kv_cu_result cuMemAlloc_v2(kv_cu_ptr *ptr, size_t bytes);
-API kv_cu_result cuMemAlloc_v2(kv_cu_ptr *ptr, size_t bytes)
-{
-	unsigned i = 0;
-
-	MAYBE_FAIL("cuMemAlloc_v2");
-	NEED_CONTEXT();
-	while (i < 16 && legacy[i].addr)
-		i++;
-	if (i == 16)
-		return NO_MEMORY;
-	legacy[i].fd = memfd_create("fake-cuda-legacy", MFD_CLOEXEC);
-	if (legacy[i].fd < 0 || ftruncate(legacy[i].fd, (off_t)bytes))
-		return NO_MEMORY;
-	legacy[i].addr =
-		mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, legacy[i].fd, 0);
-	legacy[i].bytes = bytes;
-	*ptr = (kv_cu_ptr)(uintptr_t)legacy[i].addr;
-	return OK;
-}
-
-API kv_cu_result cuMemFree_v2(kv_cu_ptr ptr);
-API kv_cu_result cuMemFree_v2(kv_cu_ptr ptr)
-{
-	MAYBE_FAIL("cuMemFree_v2");
-	for (unsigned i = 0; i < 16; i++) {
-		if (!legacy[i].addr || legacy[i].addr != (u8 *)(uintptr_t)ptr)
-			continue;
-		munmap(legacy[i].addr, legacy[i].bytes);
-		close(legacy[i].fd);
-		legacy[i].addr = NULL;
-		return OK;
-	}
-	return INVALID;
-}
-
-API kv_cu_result cuMemcpyHtoD_v2(kv_cu_ptr dst, const void *src, size_t bytes);
-API kv_cu_result cuMemcpyHtoD_v2(kv_cu_ptr dst, const void *src, size_t bytes)
-{
-	MAYBE_FAIL("cuMemcpyHtoD_v2");
-	NEED_CONTEXT();
-	memcpy((void *)(uintptr_t)dst, src, bytes);
-	return OK;
-}
-
-API kv_cu_result cuMemcpyDtoH_v2(void *dst, kv_cu_ptr src, size_t bytes);
-API kv_cu_result cuMemcpyDtoH_v2(void *dst, kv_cu_ptr src, size_t bytes)
-{
-	MAYBE_FAIL("cuMemcpyDtoH_v2");
-	NEED_CONTEXT();
-	memcpy(dst, (void *)(uintptr_t)src, bytes);
-	return OK;
-}
-
-/* The handle is "pid fd bytes": the importer goes through /proc. */
-API kv_cu_result cuIpcGetMemHandle(struct kv_cu_ipc_handle *handle, kv_cu_ptr ptr);
-API kv_cu_result cuIpcGetMemHandle(struct kv_cu_ipc_handle *handle, kv_cu_ptr ptr)
-{
-	MAYBE_FAIL("cuIpcGetMemHandle");
-	for (unsigned i = 0; i < 16; i++) {
-		if (!legacy[i].addr || legacy[i].addr != (u8 *)(uintptr_t)ptr)
-			continue;
-		memset(handle, 0, sizeof(*handle));
-		snprintf(handle->reserved, sizeof(handle->reserved), "%d %d %zu",
-			 getpid(), legacy[i].fd, legacy[i].bytes);
-		return OK;
-	}
-	return INVALID;
-}
-
-API kv_cu_result cuIpcOpenMemHandle_v2(kv_cu_ptr *ptr, struct kv_cu_ipc_handle handle,
-				       unsigned flags);
-API kv_cu_result cuIpcOpenMemHandle_v2(kv_cu_ptr *ptr, struct kv_cu_ipc_handle handle,
-				       unsigned flags)
-{
-	char path[64];
-	size_t bytes;
-	int pid, fd;
-	void *p;
-
-	MAYBE_FAIL("cuIpcOpenMemHandle_v2");
-	NEED_CONTEXT();
-	if (flags != KV_CU_IPC_LAZY ||
-	    sscanf(handle.reserved, "%d %d %zu", &pid, &fd, &bytes) != 3)
-		return INVALID;
-	if (pid == getpid())
-		return 201; /* facts F-legacy: not in the exporting process */
-	snprintf(path, sizeof(path), "/proc/%d/fd/%d", pid, fd);
-	fd = open(path, O_RDWR | O_CLOEXEC);
-	if (fd < 0)
-		return INVALID;
-	p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-	close(fd);
-	if (p == MAP_FAILED)
-		return NO_MEMORY;
-	*ptr = (kv_cu_ptr)(uintptr_t)p;
-	return OK;
-}
-
-API kv_cu_result cuIpcCloseMemHandle(kv_cu_ptr ptr);
-API kv_cu_result cuIpcCloseMemHandle(kv_cu_ptr ptr)
-{
-	MAYBE_FAIL("cuIpcCloseMemHandle");
-	(void)ptr;
 	return OK;
 }
 
