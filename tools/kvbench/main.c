@@ -41,9 +41,12 @@ static const struct {
 	const char *help;
 } commands[] = {
 	{"mm", kvb_mm, "memory manager, rings, lookup, attach beside their references"},
+	{"replay", kvb_replay,
+	 "hit rates of an agent trace, one noisy tenant, nine quiet"},
 	{"inject", kvb_inject, "faults against a real kvmd: are they caught?"},
 	{"check-cost", kvb_check_cost, "what the batch check adds to a decode step"},
 	{"race", kvb_race, "page re-issues between two engines: foreign bytes"},
+	{"kill", kvb_kill, "kill -9 of an engine in a step: what ends when"},
 	{"kernels", run_kernels, "GPU kernels beside floors and peers (attn, moe, all)"},
 };
 

@@ -14,6 +14,14 @@
 int kvb_mm(int argc, char **argv);
 
 /**
+ * kvb_replay() - kvbench replay [--pages N] [--events N] [--noise PCT] [--seed N] [--json]:
+ *	hit rates of an agent trace with a noisy neighbour (tests/bench/mm_replay.c)
+ *
+ * Exit code 0, 1 on failure, 2 usage.
+ */
+int kvb_replay(int argc, char **argv);
+
+/**
  * kvb_mm_core_pair() - alloc + free of one page in kvmd's core, in this process
  * @nr_pages: pages of the pool; nearly all are live
  * @samples: blocks timed
