@@ -36,10 +36,15 @@
 #define POLL_NS	     50000 /* between looks at marks: a 2 MiB run takes about 40 us */
 #define TURN_RUNS    64	   /* issued before the socket is looked at again */
 
+/**
+ * struct extent - one slot
+ * @at: 0: not mapped. Then @fd is kept, and the next job that names it tries again
+ * @fd: + 1; 0 none
+ */
 struct extent {
-	u64 at; /* 0: not mapped; then @error */
+	u64 at;
 	u64 bytes;
-	int error;
+	int fd;
 };
 
 /* Runs with one mark behind them; @last: the job ends with it. */
@@ -145,13 +150,20 @@ static void hello(struct mover *m, const struct kvd_mv_msg *msg, const int *fds,
 	kvd_crash_point();
 }
 
-static void map_extent(struct mover *m, const struct kvd_mv_msg *msg, int fd)
+/* Takes over the descriptor. */
+static int map_extent(struct mover *m, struct extent *e)
 {
-	struct extent *e = &m->extents[msg->slot];
+	int r;
 
-	*e = (struct extent){.bytes = msg->bytes};
-	e->error = m->copier->ops->map(m->copier, fd, msg->bytes, &e->at);
+	if (!e->fd)
+		return -ENOENT;
+	r = m->copier->ops->map(m->copier, e->fd - 1, e->bytes, &e->at);
 	kvd_crash_point();
+	if (r)
+		return r;
+	close(e->fd - 1);
+	e->fd = 0;
+	return 0;
 }
 
 static void unmap_extent(struct mover *m, const struct kvd_mv_msg *msg)
@@ -163,6 +175,8 @@ static void unmap_extent(struct mover *m, const struct kvd_mv_msg *msg)
 	/* Memory that cannot be given back goes with the process. */
 	if (e->at && m->copier->ops->unmap(m->copier, e->at, e->bytes))
 		exit(1);
+	if (e->fd)
+		close(e->fd - 1);
 	*e = (struct extent){0};
 	answer(m, &done);
 	kvd_crash_point();
@@ -189,8 +203,10 @@ static void message(struct mover *m, const struct kvd_mv_msg *msg, int *fds, u32
 	case KVD_MV_MAP:
 		if (nr != 1 || msg->slot >= KVD_MV_EXTENTS)
 			exit(1);
-		map_extent(m, msg, fds[0]);
-		break;
+		m->extents[msg->slot] =
+			(struct extent){.bytes = msg->bytes, .fd = fds[0] + 1};
+		map_extent(m, &m->extents[msg->slot]);
+		return; /* keeps it */
 	case KVD_MV_UNMAP:
 		if (msg->slot >= KVD_MV_EXTENTS)
 			exit(1);
@@ -268,15 +284,17 @@ static void complete(struct mover *m, u64 job, s32 status)
 
 /* ------------------------------------------------------------------------- copies */
 
-static int run_check(const struct mover *m, const struct kvd_mv_entry *e)
+static int run_check(struct mover *m, const struct kvd_mv_entry *e)
 {
-	const struct extent *x;
+	struct extent *x;
+	int r;
 
 	if (e->slot >= KVD_MV_EXTENTS || e->dir > KVD_MOVER_IN || !e->bytes)
 		return -EINVAL;
 	x = &m->extents[e->slot];
-	if (!x->at)
-		return x->error ? x->error : -ENOENT;
+	r = x->at ? 0 : map_extent(m, x);
+	if (r)
+		return r;
 	if (e->extent_off > x->bytes || e->bytes > x->bytes - e->extent_off ||
 	    e->pool_off > m->pool_bytes || e->bytes > m->pool_bytes - e->pool_off)
 		return -EINVAL;
