@@ -219,6 +219,8 @@ struct kvd_link {
 } __attribute__((aligned(64)));
 KV_ABI_SIZE(kvd_link, 64);
 
+#define KVD_CACHE_USE_ONE 1024u
+
 /**
  * struct kvd_account - what one tenant has, by state; embedded in struct kvd_tenant
  * @used_bytes: charged: every state but ABSENT and FREE; own/charge.c alone changes it
@@ -230,6 +232,8 @@ KV_ABI_SIZE(kvd_link, 64);
  * @slot: the tenant's place in its domain: picks the LRU list
  * @domain_id: its domain
  * @reclaim_debt: bytes of its own CACHED pages that background reclaim was asked to free
+ * @cache_use: how often its CACHED pages are found again rather than evicted, 0 ..
+ *	KVD_CACHE_USE_ONE, an average over its last few hundred pages (mm/reclaim.c)
  * @draining: an operator lets it have nothing more
  * @nr: pages by state, all pools
  */
@@ -243,6 +247,7 @@ struct kvd_account {
 	u32 slot;
 	u32 domain_id;
 	u64 reclaim_debt;
+	u32 cache_use;
 	bool draining;
 	u32 nr[KVD_FRAME_STATES];
 };

@@ -2,8 +2,9 @@
 /*
  * mm/reclaim.h - turning CACHED pages into FREE ones.   (tour 12/12)
  *
- * Tenants above `high` give first, then those above `min` by weight, nobody below `min`
- * (except to itself). Inside a tenant: leaf-first LRU. Background work is done in slices
+ * Tenants whose cache is of no use to them give first, then those above `high`, then
+ * those above `min` by weight, nobody below `min` (except to itself). Inside a tenant:
+ * leaf-first LRU. Background work is done in slices
  * by kvd_reclaim_run(), never inside an admission; KV_GFP_WAIT may reclaim directly.
  */
 #ifndef KVD_RECLAIM_H
@@ -12,6 +13,9 @@
 #include "kvmd/mm/pool.h"
 
 #define KVD_RECLAIM_SLICE 256u /* evictions in one loop turn */
+
+/** kvd_reclaim_hit() - a CACHED page that @acct pays for was found again */
+void kvd_reclaim_hit(struct kvd_account *acct);
 
 /**
  * kvd_reclaim_available() - CACHED pages of @pool that @tenant's request may take

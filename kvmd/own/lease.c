@@ -160,6 +160,7 @@ int kvd_lease_get(struct kvd_session *s, struct kvd_attach *a, u32 pfn, u32 even
 		return -EOVERFLOW;
 	if (state == KVD_CACHED && !KV_MUTANT(evict_pinned)) {
 		kvd_lru_del(a->pool, pfn);
+		kvd_reclaim_hit(a->pool->mm->accounts[f->tenant]);
 		state = KVD_SEALED;
 	}
 	kvd_frame_touch(a->pool, pfn);

@@ -95,6 +95,7 @@ int kvd_tenant_create_at(struct kvd_core *core, struct kvd_domain *domain, u32 i
 	t->index = (u16)index;
 	t->account.slot = slot;
 	t->account.domain_id = domain->id;
+	t->account.cache_use = KVD_CACHE_USE_ONE / 2;
 	limits_apply(core, t, limits);
 	kvd_pressure_init(&t->pressure, core->mm.now_ns);
 	domain->tenant_slots |= 1u << slot;

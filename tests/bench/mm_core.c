@@ -12,176 +12,23 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #include "base/clock.h"
-#include "kvmd/own/core.h"
 #include "kvmd/own/lease.h"
 #include "kvmd/own/prefix.h"
 #include "kvmd/own/walk.h"
+#include "tests/bench/core_rig.h"
 
 #define PAIRS	     32u
 #define SPARE_PAGES  4096u
 #define EXTENT_PAGES 1024u
 
 struct rig {
-	struct kvd_backend be;
-	struct kvd_env env;
-	struct kvd_gen_source gens;
-	struct kvd_core core;
-	struct kvd_backend_limits limits;
-	struct kv_session_page *page;
-	struct kvd_session *session;
-	struct kvd_attach *attach;
+	struct core_rig core_rig;
+	struct core_client client;
 	u64 rng;
 	u32 next;
 };
-
-/* ------------------------------------------------------------------------ surroundings
- */
-
-static int region_alloc(void *arg, struct kvd_region *reg)
-{
-	void *p = mmap(NULL, reg->size_bytes, PROT_READ | PROT_WRITE,
-		       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-
-	if (p == MAP_FAILED)
-		return -ENOMEM;
-	/* As kvmd does: this is what a host with shmem_enabled = advise gets. */
-	if (reg->kind != KVD_REGION_LEASES && reg->size_bytes >= KVD_REGION_HUGE)
-		madvise(p, reg->size_bytes, MADV_HUGEPAGE);
-	reg->addr = p;
-	reg->fd = -1;
-	return 0;
-}
-
-static void region_free(void *arg, struct kvd_region *reg)
-{
-	munmap(reg->addr, reg->size_bytes);
-}
-
-static int save(void *arg, enum kvd_saved what, u64 value)
-{
-	return 0;
-}
-
-static void log_line(void *arg, int level, const char *line)
-{
-}
-
-static int extent_alloc(struct kvd_backend *be, u64 size, struct kvd_extent_handle *ret)
-{
-	*ret = (struct kvd_extent_handle){.fd = -1};
-	return 0;
-}
-
-static void extent_free(struct kvd_backend *be, struct kvd_extent_handle *h, u64 size)
-{
-}
-
-static void limits(struct kvd_backend *be, struct kvd_backend_limits *ret)
-{
-	*ret = kv_container_of(be, struct rig, be)->limits;
-}
-
-static const struct kvd_backend_ops backend_ops = {
-	.name = "none",
-	.extent_alloc = extent_alloc,
-	.extent_free = extent_free,
-	.limits = limits,
-};
-
-static void on_added(void *arg, struct kvd_session *s, struct kvd_pool *p, u32 i)
-{
-}
-
-static void on_removed(void *arg, struct kvd_session *s, struct kvd_pool *p, u32 i,
-		       u64 serial)
-{
-}
-
-static void on_revoked(void *arg, struct kvd_session *s, struct kvd_pool *p,
-		       const struct kv_page_ref *pages, u32 nr)
-{
-}
-
-static void on_pressure(void *arg, struct kvd_session *s, struct kvd_pool *p, u32 level)
-{
-}
-
-static void on_freed(void *arg, struct kvd_pool *p, u32 nr)
-{
-}
-
-static void on_stalled(void *arg, struct kvd_session *s, u64 ns)
-{
-}
-
-static void on_reaped(void *arg, struct kvd_session *s)
-{
-}
-
-static const struct kvd_notify notify = {
-	.extent_added = on_added,
-	.extent_removed = on_removed,
-	.revoked = on_revoked,
-	.pressure = on_pressure,
-	.pages_freed = on_freed,
-	.stalled = on_stalled,
-	.session_reaped = on_reaped,
-};
-
-static struct kv_layout core_layout(void)
-{
-	return (struct kv_layout){.format_version = KV_LAYOUT_VERSION,
-				  .kind = KV_LAYOUT_MLA,
-				  .dtype = KV_DTYPE_BF16,
-				  .page_tokens = KV_PAGE_TOKENS,
-				  .nr_layers = 1,
-				  .latent_dim = 512,
-				  .rope_dim = 64};
-}
-
-static int rig_init(struct rig *r, u32 nr_pages)
-{
-	static const u8 secret[32] = "bench";
-	struct kv_layout layout = core_layout();
-	u64 stride = kv_page_stride(&layout);
-	struct kvd_core_config cfg = {.env = &r->env,
-				      .backend = &r->be,
-				      .gen_source = &r->gens,
-				      .notify = &notify,
-				      .notify_arg = r,
-				      .table_epoch = 1};
-	struct kvd_limits quota = {
-		.high_bytes = 1ull << 50, .max_bytes = 1ull << 50, .weight = 100};
-	struct kvd_session_params params = {
-		.client_id = 1, .name = "bench", .page = r->page};
-	struct kvd_domain *domain;
-	struct kvd_refusal why;
-	int e;
-
-	r->be.ops = &backend_ops;
-	r->env = (struct kvd_env){r, region_alloc, region_free, save, log_line};
-	r->limits.extent_min_bytes = r->limits.extent_max_bytes = stride * EXTENT_PAGES;
-	r->limits.extent_align_bytes = 4096;
-	r->limits.capacity_bytes = stride * nr_pages;
-	kvd_gen_source_init(&r->gens, &r->env, 0);
-	e = kvd_core_init(&r->core, &cfg);
-	if (e)
-		return e;
-	kvd_core_now(&r->core, kv_now_ns());
-	e = kvd_domain_create(&r->core, "bench", secret, &domain);
-	if (!e)
-		e = kvd_tenant_create(&r->core, domain, "bench", &quota, &params.tenant);
-	if (!e)
-		e = kvd_session_create(&r->core, &params, &r->session);
-	if (!e)
-		e = kvd_session_open_pool(r->session, &layout, NULL, &r->attach, &why);
-	if (e)
-		kvd_core_fini(&r->core);
-	return e;
-}
 
 /* ------------------------------------------------------------------------------- timing
  */
@@ -201,9 +48,9 @@ static int fill(struct rig *r, struct kv_grant *live, u32 nr)
 
 	for (u32 i = 0; i < nr && !e; i += step) {
 		step = KV_MIN(nr - i, 1024u);
-		e = kvd_lease_alloc(r->session, r->attach, step, KV_GFP_NOWAIT, live + i,
-				    &pending);
-		kvd_core_run(&r->core);
+		e = kvd_lease_alloc(r->client.session, r->client.attach, step,
+				    KV_GFP_NOWAIT, live + i, &pending);
+		kvd_core_run(&r->core_rig.core);
 	}
 	return e;
 }
@@ -218,15 +65,15 @@ static int pair_some(struct rig *r)
 		struct kv_page_ref ref = {0};
 		struct kv_grant g;
 
-		e = kvd_lease_alloc(r->session, r->attach, 1, KV_GFP_NOWAIT, &g,
-				    &pending);
+		e = kvd_lease_alloc(r->client.session, r->client.attach, 1, KV_GFP_NOWAIT,
+				    &g, &pending);
 		ref.pfn = g.pfn;
 		ref.tag = g.tag;
 		if (!e)
-			e = kvd_lease_free(r->session, r->attach, &ref, 1, &freed,
-					   &first);
+			e = kvd_lease_free(r->client.session, r->client.attach, &ref, 1,
+					   &freed, &first);
 	}
-	kvd_core_run(&r->core);
+	kvd_core_run(&r->core_rig.core);
 	return e;
 }
 
@@ -252,12 +99,13 @@ static int replace_some(struct rig *r, struct kv_grant *live, u32 nr)
 		struct kv_grant *g = &live[r->next++ % nr];
 		struct kv_page_ref ref = {.pfn = g->pfn, .tag = g->tag};
 
-		e = kvd_lease_free(r->session, r->attach, &ref, 1, &freed, &first);
+		e = kvd_lease_free(r->client.session, r->client.attach, &ref, 1, &freed,
+				   &first);
 		if (!e)
-			e = kvd_lease_alloc(r->session, r->attach, 1, KV_GFP_NOWAIT, g,
-					    &pending);
+			e = kvd_lease_alloc(r->client.session, r->client.attach, 1,
+					    KV_GFP_NOWAIT, g, &pending);
 	}
-	kvd_core_run(&r->core);
+	kvd_core_run(&r->core_rig.core);
 	return e;
 }
 
@@ -271,7 +119,7 @@ static int time_pairs(struct rig *r, struct kv_grant *live, u32 nr_live, double 
 
 		e = live ? replace_some(r, live, nr_live) : pair_some(r);
 		ns[i] = (double)(kv_now_ns() - start_ns) / PAIRS;
-		kvd_core_now(&r->core, start_ns);
+		kvd_core_now(&r->core_rig.core, start_ns);
 	}
 	return e;
 }
@@ -279,17 +127,19 @@ static int time_pairs(struct rig *r, struct kv_grant *live, u32 nr_live, double 
 static struct rig *rig_create(u32 nr_pages)
 {
 	struct rig *r = calloc(1, sizeof(*r));
+	struct kvd_tenant *t;
 
 	if (!r)
 		return NULL;
 	r->rng = 88172645463325252ull;
-	r->page = aligned_alloc(4096, KV_SESSION_BYTES);
-	if (!r->page)
+	if (core_rig_init(&r->core_rig, nr_pages, EXTENT_PAGES))
 		goto free_rig;
-	memset(r->page, 0, KV_SESSION_BYTES);
-	if (!rig_init(r, nr_pages))
-		return r;
-	free(r->page);
+	if (core_rig_tenant(&r->core_rig, "bench", 0, 0, &t) ||
+	    core_rig_client(&r->core_rig, t, &r->client))
+		goto fini_core;
+	return r;
+fini_core:
+	core_rig_fini(&r->core_rig);
 free_rig:
 	free(r);
 	return NULL;
@@ -299,8 +149,7 @@ static void rig_destroy(struct rig *r)
 {
 	if (!r)
 		return;
-	kvd_core_fini(&r->core);
-	free(r->page);
+	core_rig_fini(&r->core_rig);
 	free(r);
 }
 
@@ -347,10 +196,11 @@ static void run_tokens(u32 run, u32 *ret)
 static int let_go(struct rig *r, struct kv_page_ref *refs)
 {
 	u32 freed, first;
-	int e = kvd_lease_free(r->session, r->attach, refs, RUN_PAGES, &freed, &first);
+	int e = kvd_lease_free(r->client.session, r->client.attach, refs, RUN_PAGES,
+			       &freed, &first);
 
-	kvd_core_run(&r->core);
-	kvd_core_now(&r->core, kv_now_ns());
+	kvd_core_run(&r->core_rig.core);
+	kvd_core_now(&r->core_rig.core, kv_now_ns());
 	return e;
 }
 
@@ -361,8 +211,8 @@ static int run_seal(struct rig *r, const u32 *tokens)
 	static struct kv_page_ref refs[RUN_PAGES];
 	static struct kv_grant grants[RUN_PAGES];
 	static struct kv_seal_ret rets[RUN_PAGES];
-	struct kvd_seal_op op = {.s = r->session,
-				 .a = r->attach,
+	struct kvd_seal_op op = {.s = r->client.session,
+				 .a = r->client.attach,
 				 .arg.flags = KV_SEAL_ROOT,
 				 .pages = pages,
 				 .tokens = tokens,
@@ -371,8 +221,8 @@ static int run_seal(struct rig *r, const u32 *tokens)
 	u32 pending;
 	int e;
 
-	e = kvd_lease_alloc(r->session, r->attach, RUN_PAGES, KV_GFP_NOWAIT, grants,
-			    &pending);
+	e = kvd_lease_alloc(r->client.session, r->client.attach, RUN_PAGES, KV_GFP_NOWAIT,
+			    grants, &pending);
 	if (e)
 		return e;
 	for (u32 i = 0; i < RUN_PAGES; i++) {
@@ -385,7 +235,7 @@ static int run_seal(struct rig *r, const u32 *tokens)
 	do {
 		e = e ? e : kvd_seal_step(&op);
 	} while (e == -EAGAIN && !(e = 0));
-	kvd_core_run(&r->core);
+	kvd_core_run(&r->core_rig.core);
 	return e ? e : let_go(r, refs);
 }
 
@@ -393,8 +243,8 @@ static int run_lookup(struct rig *r, const u32 *tokens, bool by_key, double *ret
 {
 	static struct kv_hit hits[RUN_PAGES];
 	struct kv_page_ref refs[RUN_PAGES] = {0};
-	struct kvd_lookup_op op = {.s = r->session,
-				   .a = r->attach,
+	struct kvd_lookup_op op = {.s = r->client.session,
+				   .a = r->client.attach,
 				   .tokens = tokens,
 				   .nr_tokens = RUN_PAGES * KV_PAGE_TOKENS,
 				   .hits = hits,
@@ -403,7 +253,7 @@ static int run_lookup(struct rig *r, const u32 *tokens, bool by_key, double *ret
 	int e = kvd_lookup_start(&op);
 
 	while (!e && (e = kvd_lookup_step(&op)) == -EAGAIN) {
-		kvd_core_run(&r->core); /* as between two turns of the loop */
+		kvd_core_run(&r->core_rig.core); /* as between two turns of the loop */
 		e = 0;
 	}
 	*ret_ns = (double)(kv_now_ns() - start_ns);
@@ -413,7 +263,7 @@ static int run_lookup(struct rig *r, const u32 *tokens, bool by_key, double *ret
 		refs[i].pfn = hits[i].grant.pfn;
 		refs[i].tag = hits[i].grant.tag;
 		if (by_key) /* the next lookup of this prefix finds no walk again */
-			kvd_walk_del(r->attach->pool, refs[i].pfn);
+			kvd_walk_del(r->client.attach->pool, refs[i].pfn);
 	}
 	return let_go(r, refs);
 }
@@ -423,8 +273,8 @@ static int time_lookups(struct rig *r, u32 nr_runs, u32 *tokens, bool by_key, do
 {
 	int e = 0;
 
-	for (u32 pfn = 0; by_key && pfn < r->attach->pool->geo.nr_pages; pfn++)
-		kvd_walk_del(r->attach->pool, pfn);
+	for (u32 pfn = 0; by_key && pfn < r->client.attach->pool->geo.nr_pages; pfn++)
+		kvd_walk_del(r->client.attach->pool, pfn);
 	for (u32 i = 0; i < samples && !e; i++) {
 		run_tokens(rng_below(r, nr_runs), tokens);
 		e = run_lookup(r, tokens, by_key, &ns[i]);

@@ -47,6 +47,7 @@ static const struct {
 	{"check-cost", kvb_check_cost, "what the batch check adds to a decode step"},
 	{"race", kvb_race, "page re-issues between two engines: foreign bytes"},
 	{"kill", kvb_kill, "kill -9 of an engine in a step: what ends when"},
+	{"attach", kvb_attach, "process start to first usable page, by pool size"},
 	{"kernels", run_kernels, "GPU kernels beside floors and peers (attn, moe, all)"},
 };
 

@@ -297,4 +297,47 @@ KVT_TEST(pressure_is_told_on_change)
 	rig_fini(&r);
 }
 
+/* A cache that is never found again gives before one that is above `high`. */
+KVT_TEST(useless_caches_give_first)
+{
+	struct kvd_limits l = {
+		.high_bytes = 10 * RIG_STRIDE, .max_bytes = 32 * RIG_STRIDE, .weight = 1};
+	struct kvd_tenant *quiet, *noisy;
+	struct kvd_session *s, *s2;
+	struct kvd_attach *a, *b;
+	struct kv_hit hits[16];
+	bool deferred;
+	u32 nr = 0;
+
+	rig_init(&r, 4, 8);
+	quiet = rig_tenant(&r, r.red, "quiet", 0, 0);
+	noisy = rig_tenant(&r, r.red, "noisy", 0, 0);
+	KVT_EXPECT_EQ(kvd_tenant_set_limits(&r.core, quiet, &l, &deferred), 0);
+	KVT_EXPECT_EQ(kvd_tenant_set_limits(&r.core, noisy, &l, &deferred), 0);
+	a = rig_client(&r, quiet, &s);
+	b = rig_client(&r, noisy, &s2);
+	rig_cache(&r, s, a, 1, 12);
+	for (u32 i = 0; i < 60; i++) {
+		rig_cache(&r, s2, b, 100 + i, 8);
+		KVT_EXPECT_EQ(kvd_reclaim_pool(b->pool, noisy->index, 8, true), 8);
+		rig_run(&r);
+	}
+	rig_cache(&r, s2, b, 99, 8);
+	/* found again: of use */
+	KVT_EXPECT_EQ(rig_lookup(s, a, 1, 12, hits, &nr), 0);
+	KVT_EXPECT_EQ(nr, 12);
+	for (u32 i = 0; i < nr; i++)
+		KVT_EXPECT_EQ(rig_free1(s, a, hits[i].grant), 0);
+	KVT_EXPECT(quiet->account.cache_use > noisy->account.cache_use);
+	KVT_EXPECT_EQ(kvd_reclaim_pool(a->pool, KVD_TENANTS_MAX, 5, false), 5);
+	KVT_EXPECT_EQ(quiet->account.nr[KVD_CACHED], 12);
+	KVT_EXPECT_EQ(noisy->account.nr[KVD_CACHED], 3);
+	/* a quarter of high stays with it: then who is above high gives */
+	KVT_EXPECT_EQ(kvd_reclaim_pool(a->pool, KVD_TENANTS_MAX, 2, false), 2);
+	KVT_EXPECT(noisy->account.nr[KVD_CACHED] >= 2);
+	KVT_EXPECT(quiet->account.nr[KVD_CACHED] < 12);
+	rig_audit(&r);
+	rig_fini(&r);
+}
+
 KVT_MAIN()
