@@ -59,7 +59,7 @@ NVFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-p
 CUDA_LIBS := $(if $(CONFIG_CUDA),-L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -ldl -lrt)
 
 # ---------------------------------------------------------------- directories
-DIRS := kvmd kvmd/dbg kvmd/backend kvmd/mm kvmd/own kvmd/keep kvmd/mover kvmd/ipc libkvclient kernels \
+DIRS := kvmd kvmd/dbg kvmd/backend kvmd/mm kvmd/own kvmd/tier kvmd/keep kvmd/mover kvmd/ipc libkvclient kernels \
 	engine engine/model engine/run engine/http \
 	tools/kvmctl tools/kvquant tools/kvbench tests/bench
 
@@ -73,7 +73,7 @@ endef
 $(foreach d,$(DIRS),$(eval $(call load_dir,$(d))))
 
 KVD_OBJS := $(objs-kvmd) $(objs-kvmd/dbg) $(objs-kvmd/backend) $(objs-kvmd/mm) \
-	$(objs-kvmd/own) $(objs-kvmd/keep) $(objs-kvmd/mover) $(objs-kvmd/ipc)
+	$(objs-kvmd/own) $(objs-kvmd/tier) $(objs-kvmd/keep) $(objs-kvmd/mover) $(objs-kvmd/ipc)
 ENG_OBJS := $(objs-engine) $(objs-engine/model) $(objs-engine/run) $(objs-engine/http)
 
 LIB_KVD := -luring -lcjson -lsodium -ljemalloc -lm
@@ -149,7 +149,7 @@ cflags-tools/kvquant := -fopenmp
 
 # ---------------------------------------------------------------- tests
 # A test program is one .c file; its directory says what it links.
-TEST_DIRS := tests/unit/mm tests/unit/own tests/unit/keep tests/unit/ipc tests/unit/model tests/unit/client \
+TEST_DIRS := tests/unit/mm tests/unit/own tests/unit/tier tests/unit/keep tests/unit/ipc tests/unit/model tests/unit/client \
 	tests/unit/tools tests/abi tests/kernels tests/ipc tests/fault tests/e2e
 TEST_SRCS := $(filter-out %/common.c,$(wildcard $(addsuffix /*.c,$(TEST_DIRS))))
 TEST_BINS := $(patsubst %.c,$(O)/%,$(TEST_SRCS))
@@ -162,6 +162,7 @@ endif
 
 tlib-tests/unit/mm := $(O)/libkvd.a
 tlib-tests/unit/own := $(O)/libkvd.a
+tlib-tests/unit/tier := $(O)/libkvd.a
 tlib-tests/unit/keep := $(O)/libkvd.a
 tlib-tests/unit/ipc := $(O)/libkvd.a
 tlib-tests/unit/client := $(O)/libkvclient.a
@@ -174,6 +175,7 @@ tlib-tests/fault := $(O)/libkvd.a $(O)/libkvclient.a
 tlib-tests/e2e := $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a
 tsys-tests/unit/mm := $(LIB_KVD) -lm
 tsys-tests/unit/own := $(LIB_KVD) -lm
+tsys-tests/unit/tier := $(LIB_KVD) -lm
 tsys-tests/unit/keep := $(LIB_KVD) -lm
 tsys-tests/unit/ipc := $(LIB_KVD) -lm
 tsys-tests/unit/client := -lm

@@ -31,6 +31,16 @@
 	X(pidfd, 0)         \
 	X(send, 0)          \
 	X(state_write, 0)   \
+	X(tier_copy, 0)       \
+	X(tier_journal, 0)    \
+	X(tier_read_eio, 0)   \
+	X(tier_read_short, 0) \
+	X(tier_read_flip, 0)  \
+	X(tier_read_swap, 0)  \
+	X(tier_read_late, 0)  \
+	X(tier_write_eio, 0)  \
+	X(tier_write_full, 0) \
+	X(tier_write_torn, 0) \
 	X(magazine_refill, 1)
 
 #define KVD_FAULT_ENUM(name, benign) KVD_FAULT_##name,
