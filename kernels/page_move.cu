@@ -12,7 +12,7 @@
  * x^(8 * bytes behind it), and of a constant; so pieces may come in any order.
  */
 #include "kernels/attn_cuda.h"
-#include "kernels/plane.cuh"
+#include "kernels/plane_fast.cuh"
 
 #define MOVE_THREADS 256u
 #define MOVE_CTAS    528u /* four per SM of the largest GPU we know */
@@ -26,7 +26,8 @@ struct move_params {
 	struct kvk_move_args a;
 	u64 bytes; /* of a page */
 	u32 off;
-	u32 vec; /* CONVERT */
+	u32 vec;   /* CONVERT */
+	u32 shape; /* CONVERT: enum fast_shape */
 	u32 crc_const;
 	u32 x2n[32]; /* x^(2^k) mod the polynomial */
 };
@@ -204,16 +205,71 @@ __global__ void __launch_bounds__(MOVE_THREADS)
 /* ----------------------------------------------------------------------- BF16 -> FP8
  */
 
-/* One layer of one page: what append would have written for the same BF16 values. */
-KVK_DEV void convert_layer(const struct move_params &p, u32 layer, const u8 *src, u8 *dst,
-			   u32 n)
+/* Planes @first .. @end - 1 of @n slots each; UNROLL of a warp's are on their way at once. */
+template <u32 LANES, u32 CHUNKS, u32 UNROLL, bool TOKEN>
+KVK_DEV void convert_fast(const struct move_params &p, u32 layer, u32 first, u32 end,
+			  u32 n, const u8 *in, u8 *out)
 {
 	const struct kv_layout &from = p.a.src.layout, &to = p.a.dst.layout;
-	const u8 *in = src + (u64)layer * kv_layer_stride(&from);
-	u8 *out = dst + (u64)layer * kv_layer_stride(&to);
-	const u32 stride = kv_layer_stride(&to), warp = threadIdx.x / 32;
+	const u32 step = MOVE_THREADS / LANES, nr = (end - first) * KV_PAGE_TOKENS;
 
-	for (u32 i = warp; i < dev_nr_planes(&to) * n; i += MOVE_THREADS / 32) {
+	for (u32 base = 0; base < nr; base += step * UNROLL) {
+		struct fast_values<CHUNKS> x[UNROLL];
+
+#pragma unroll
+		for (u32 k = 0; k < UNROLL; k++) {
+			const u32 i = base + k * step + threadIdx.x / LANES;
+			const u32 plane = first + i / KV_PAGE_TOKENS,
+				  slot = i % KV_PAGE_TOKENS;
+			const u32 off = dev_plane_get(&from, layer, plane).off;
+
+			fast_read<LANES, CHUNKS>(x[k],
+						 in + off + slot * LANES * CHUNKS * 16,
+						 i < nr && slot < n);
+		}
+#pragma unroll
+		for (u32 k = 0; k < UNROLL; k++) {
+			const u32 i = base + k * step + threadIdx.x / LANES;
+			const u32 plane = first + i / KV_PAGE_TOKENS,
+				  slot = i % KV_PAGE_TOKENS;
+			const struct dev_plane pl = dev_plane_get(&to, layer, plane);
+			const bool keep = i < nr && slot < n;
+			struct fast_coded<CHUNKS> coded;
+
+			fast_encode<LANES, CHUNKS, true, TOKEN>(
+				coded, x[k],
+				TOKEN || !keep ? 1 : p.a.dst.scales[pl.scale_index]);
+			if (keep)
+				fast_store<LANES, CHUNKS, true, TOKEN>(out, pl, slot,
+								       coded);
+		}
+	}
+}
+
+template <bool TOKEN>
+KVK_DEV void convert_shape(const struct move_params &p, u32 layer, u32 n, const u8 *in,
+			   u8 *out)
+{
+	const u32 nr = dev_nr_planes(&p.a.dst.layout);
+
+	if (p.shape == FAST_MLA) {
+		convert_fast<32, 2, 4, TOKEN>(p, layer, 0, 1, n, in, out);
+		convert_fast<8, 1, 2, TOKEN>(p, layer, 1, 2, n, in, out);
+	} else if (p.shape == FAST_GQA64) {
+		convert_fast<8, 1, 4, TOKEN>(p, layer, 0, nr, n, in, out);
+	} else {
+		convert_fast<16, 1, 4, TOKEN>(p, layer, 0, nr, n, in, out);
+	}
+}
+
+/* Planes of any size, a warp each. */
+KVK_DEV void convert_any(const struct move_params &p, u32 layer, u32 n, const u8 *in,
+			 u8 *out)
+{
+	const struct kv_layout &from = p.a.src.layout, &to = p.a.dst.layout;
+
+	for (u32 i = threadIdx.x / 32; i < dev_nr_planes(&to) * n;
+	     i += MOVE_THREADS / 32) {
 		const u32 plane = i / n, slot = i % n;
 		struct dev_plane pf = dev_plane_get(&from, layer, plane);
 		struct dev_plane pt = dev_plane_get(&to, layer, plane);
@@ -223,9 +279,25 @@ KVK_DEV void convert_layer(const struct move_params &p, u32 layer, const u8 *src
 			   p.vec);
 		plane_store(p.a.dst, out, pt, slot, p.vec, x);
 	}
+}
+
+/* One layer of one page: what append would have written for the same BF16 values. */
+KVK_DEV void convert_layer(const struct move_params &p, u32 layer, const u8 *src, u8 *dst,
+			   u32 n)
+{
+	const struct kv_layout &to = p.a.dst.layout;
+	const u8 *in = src + (u64)layer * kv_layer_stride(&p.a.src.layout);
+	u8 *out = dst + (u64)layer * kv_layer_stride(&to);
+
+	if (p.shape == FAST_NONE)
+		convert_any(p, layer, n, in, out);
+	else if (to.scale_kind == KV_SCALE_TOKEN)
+		convert_shape<true>(p, layer, n, in, out);
+	else
+		convert_shape<false>(p, layer, n, in, out);
 	/* what no slot holds becomes zero, the padding too */
 	for (u32 at = threadIdx.x + (n < KV_PAGE_TOKENS ? 0 : kv_layer_bytes(&to));
-	     at < stride; at += MOVE_THREADS)
+	     at < kv_layer_stride(&to); at += MOVE_THREADS)
 		if (!slot_keeps(to, at, n))
 			out[at] = 0;
 }
@@ -435,6 +507,7 @@ int kvk_page_move_cuda(const struct kvk_move_args *a, kvk_stream stream)
 			  : kv_page_bytes(&a->dst.layout);
 	if (a->op == KVK_MOVE_CONVERT) {
 		p.vec = plane_dims_vec(&a->dst.layout);
+		p.shape = fast_shape_of(&a->dst.layout);
 		DEV_LAUNCH(convert_kernel, MOVE_CTAS, MOVE_THREADS, stream, p);
 	} else if (a->op == KVK_MOVE_CRC) {
 		crc_params(&p);

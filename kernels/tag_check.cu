@@ -136,7 +136,8 @@ KVK_DEV bool apply_full(const struct check_params &p, const struct check_block &
 /* The word to compare with, whether or not the CTA that applies it got there. */
 KVK_DEV u64 tag_now(const struct check_params &p, const struct check_block &b, u32 pfn)
 {
-	u64 tag = mirror_word(p.a.mirror, pfn);
+	/* behind the CTA's barrier its own words are seen, from L1 as well */
+	u64 tag = mirror_tags(p.a.mirror)[pfn];
 
 	if (b.head.kind == KV_BLOCK_FULL && pfn < min(b.head.nr_entries, b.nr_words)) {
 		u64 word = ((const u64 *)(p.a.block + 1))[pfn];

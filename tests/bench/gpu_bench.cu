@@ -313,28 +313,84 @@ void kvb_row_add(struct kvb_ctx *ctx, const struct kvb_row *row)
 		ctx->rows[ctx->nr_rows++] = *row;
 }
 
-static void print_json(const struct kvb_ctx *ctx, const char *family,
-		       const struct cudaDeviceProp *p, const char *date, int driver)
+/*
+ * The name and shape that are published: family and page format, then heads or the model
+ * and the batch. "gqa fp8 96/8 loads", "64 x 9k" is "attn_gqa loads fp8", "96/8 64x9k".
+ */
+static void row_public(const struct kvb_row *r, char *name, char *shape)
 {
+	char kind[16] = "", format[16] = "", heads[16] = "", more[16] = "";
+	size_t n = 0;
+
+	snprintf(name, KVB_NAME_MAX, "%s", r->name);
+	snprintf(shape, 2 * KVB_NAME_MAX, "%s", r->shape);
+	if (!strcmp(r->family, "moe") && sscanf(r->name, "%15s", kind) == 1 &&
+	    (!strcmp(kind, "int4") || !strcmp(kind, "fp8") || !strcmp(kind, "loads"))) {
+		snprintf(name, KVB_NAME_MAX,
+			 !strcmp(kind, "loads") ? "moe_int4 %s" : "moe_%s", kind);
+		snprintf(shape, 2 * KVB_NAME_MAX, "%s %s", r->name + strlen(kind) + 1,
+			 r->shape);
+	} else if (!strcmp(r->family, "attn") && sscanf(r->name, "%15s %15s %15s %15s",
+							kind, format, heads, more) >= 3) {
+		snprintf(name, KVB_NAME_MAX, "attn_%s%s%s %s", kind, *more ? " " : "",
+			 more, format);
+		snprintf(shape, 2 * KVB_NAME_MAX, "%s%s ", strchr(heads, '/') ? "" : "h",
+			 heads);
+		n = strlen(shape);
+		for (const char *p = r->shape; *p; p++)
+			if (*p != ' ')
+				shape[n++] = *p;
+		shape[n] = 0;
+	}
+}
+
+/* As the kernel module tells it; "CUDA x.y" where it does not. */
+static void driver_version(char *ret, size_t bytes)
+{
+	FILE *f = fopen("/proc/driver/nvidia/version", "r");
+	int driver = 0, major, minor, patch;
+	char text[256] = "", *p;
+
+	KVB_CUDA(cudaDriverGetVersion(&driver));
+	snprintf(ret, bytes, "CUDA %d.%d", driver / 1000, driver % 1000 / 10);
+	if (!f)
+		return;
+	for (p = fgets(text, sizeof(text), f); p && *p; p++)
+		if (sscanf(p, " %d.%d.%d", &major, &minor, &patch) == 3) {
+			snprintf(ret, bytes, "%d.%d.%02d", major, minor, patch);
+			break;
+		}
+	fclose(f);
+}
+
+static void print_json(const struct kvb_ctx *ctx, const char *family,
+		       const struct cudaDeviceProp *p, const char *date)
+{
+	char name[KVB_NAME_MAX], shape[2 * KVB_NAME_MAX], driver[64];
 	const char *sep = "";
 
+	driver_version(driver, sizeof(driver));
 	printf("{\"schema\": \"kvbench-kernels-1\", \"family\": \"%s\", \"commit\": \"%s\", "
-	       "\"gpu\": \"%s\", \"driver\": \"CUDA %d.%d\", \"date\": \"%s\", "
+	       "\"gpu\": \"%s\", \"driver\": \"%s\", \"date\": \"%s\", "
 	       "\"ceiling_tb_s\": %.3f, \"rows\": [",
-	       family, KVB_COMMIT, p->name, driver / 1000, driver % 1000 / 10, date,
-	       ctx->ceiling * 1e-12);
+	       family, KVB_COMMIT, p->name, driver, date, ctx->ceiling * 1e-12);
 	for (uint32_t i = 0; i < ctx->nr_rows; i++) {
 		const struct kvb_row *r = &ctx->rows[i];
 
+		row_public(r, name, shape);
 		printf("%s\n  {\"family\": \"%s\", \"name\": \"%s\", \"shape\": \"%s\", "
 		       "\"us\": %.2f, \"us_min\": %.2f, \"us_max\": %.2f, \"bytes\": %.0f, "
 		       "\"flops\": %.0f, \"frac\": %.3f, \"floor_us\": %.2f",
-		       sep, r->family, r->name, r->shape, r->us, r->us_min, r->us_max,
-		       r->bytes, r->flops, row_floor(ctx, r) / r->us, row_floor(ctx, r));
-		if (r->err >= 0.0)
+		       sep, r->family, name, shape, r->us, r->us_min, r->us_max, r->bytes,
+		       r->flops, row_floor(ctx, r) / r->us, row_floor(ctx, r));
+		if (r->err >= 0.0 && isfinite(r->err))
 			printf(", \"err\": %.2e", r->err);
+		else
+			printf(", \"err\": %s", r->err >= 0.0 ? "\"wrong\"" : "null");
 		if (r->peer_us > 0.0)
 			printf(", \"peer_us\": %.1f", r->peer_us);
+		else
+			printf(", \"peer_us\": null");
 		if (r->ours_us > 0.0)
 			printf(", \"target_us\": %.1f", r->ours_us);
 		printf("}");
@@ -348,13 +404,11 @@ void kvb_print(const struct kvb_ctx *ctx, const char *family, bool json)
 	struct cudaDeviceProp p;
 	time_t now = time(NULL);
 	char date[32];
-	int driver = 0;
 
 	KVB_CUDA(cudaGetDeviceProperties(&p, 0));
-	KVB_CUDA(cudaDriverGetVersion(&driver));
 	strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
 	if (json) {
-		print_json(ctx, family, &p, date, driver);
+		print_json(ctx, family, &p, date);
 		return;
 	}
 	printf("# %s, %s, commit %s, read ceiling %.2f TB/s\n", p.name, date, KVB_COMMIT,

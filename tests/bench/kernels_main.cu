@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kernels_main.cu - kvbench-kernels attn|moe|all [--table|--json] [--filter S] [--quick]
- * [--no-check]: times the kernel families on device 0 beside their stored targets.
+ * kernels_main.cu - kvbench-kernels [attn|moe|pages|step|all] [--table|--json] [--filter S]
+ * [--quick] [--no-check]: times the kernel families on device 0 beside their stored targets.
  * Exit: 0 ok, 1 a launch failed or a result was wrong, 2 usage, 3 no GPU. One thread.
  */
 #include "gpu_bench.h"
@@ -13,26 +13,43 @@
 static int usage(const char *what)
 {
 	fprintf(stderr,
-		"kvbench-kernels: %s\nusage: kvbench-kernels attn|moe|all [--table|--json] "
-		"[--filter S] [--quick] [--no-check]\n",
+		"kvbench-kernels: %s\nusage: kvbench-kernels [attn|moe|pages|step|all] "
+		"[--table|--json] [--filter S] [--quick] [--no-check]\n",
 		what);
 	return 2;
+}
+
+static const struct {
+	const char *name;
+	int (*fn)(struct kvb_ctx *ctx);
+} families[] = {
+	{"attn", kvb_kernels_attn},
+	{"moe", kvb_kernels_moe},
+	{"pages", kvb_kernels_pages},
+	{"step", kvb_kernels_step},
+};
+
+static bool family_known(const char *name)
+{
+	for (size_t i = 0; i < sizeof(families) / sizeof(families[0]); i++)
+		if (!strcmp(name, families[i].name))
+			return true;
+	return !strcmp(name, "all");
 }
 
 int main(int argc, char **argv)
 {
 	static struct kvb_ctx ctx;
-	bool json = false, attn, moe;
-	int r = 0;
+	const char *family = "all";
+	bool json = false;
+	int first = 1, r = 0;
 
-	if (argc < 2)
-		return usage("which family?");
-	attn = !strcmp(argv[1], "attn") || !strcmp(argv[1], "all");
-	moe = !strcmp(argv[1], "moe") || !strcmp(argv[1], "all");
-	if (!attn && !moe)
-		return usage(argv[1]);
+	if (argc > 1 && argv[1][0] != '-')
+		family = argv[first++];
+	if (!family_known(family))
+		return usage(family);
 	ctx.check = true;
-	for (int i = 2; i < argc; i++) {
+	for (int i = first; i < argc; i++) {
 		if (!strcmp(argv[i], "--json"))
 			json = true;
 		else if (!strcmp(argv[i], "--quick"))
@@ -49,11 +66,10 @@ int main(int argc, char **argv)
 		return 3;
 	}
 	fprintf(stderr, "read ceiling %.3f TB/s\n", ctx.ceiling * 1e-12);
-	if (attn)
-		r = kvb_kernels_attn(&ctx);
-	if (moe && !r)
-		r = kvb_kernels_moe(&ctx);
-	kvb_print(&ctx, argv[1], json);
+	for (size_t i = 0; i < sizeof(families) / sizeof(families[0]) && !r; i++)
+		if (!strcmp(family, "all") || !strcmp(family, families[i].name))
+			r = families[i].fn(&ctx);
+	kvb_print(&ctx, family, json);
 	if (r)
 		fprintf(stderr, "kvbench-kernels: %s\n", strerror(-r));
 	return r || ctx.failed ? 1 : 0;

@@ -68,7 +68,7 @@ static inline float4 make_float4(float x, float y, float z, float w)
  */
 
 /* What a lane gets of its warp's values. */
-enum emul_how { EMUL_XOR, EMUL_BALLOT };
+enum emul_how { EMUL_XOR, EMUL_LANE, EMUL_BALLOT };
 
 struct emul_index {
 	unsigned x, y, z;
@@ -105,6 +105,16 @@ template <class T> static inline T __shfl_xor_sync(unsigned, T value, unsigned m
 
 	memcpy(&bits, &value, sizeof(value));
 	bits = emul_warp_exchange(bits, EMUL_XOR, mask);
+	memcpy(&value, &bits, sizeof(value));
+	return value;
+}
+
+template <class T> static inline T __shfl_sync(unsigned, T value, int lane)
+{
+	uint64_t bits = 0;
+
+	memcpy(&bits, &value, sizeof(value));
+	bits = emul_warp_exchange(bits, EMUL_LANE, (unsigned)lane);
 	memcpy(&value, &bits, sizeof(value));
 	return value;
 }

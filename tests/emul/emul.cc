@@ -107,7 +107,8 @@ void emul_block_barrier(void)
 /**
  * emul_warp_exchange() - all lanes of a warp show a value and take one
  * @value: of this lane
- * @how: EMUL_XOR: that of lane (own ^ @arg); EMUL_BALLOT: bit 0 of each lane
+ * @how: EMUL_XOR: that of lane (own ^ @arg); EMUL_LANE: that of lane @arg; EMUL_BALLOT: bit 0 of
+ *	each lane
  * @arg: below 32
  */
 uint64_t emul_warp_exchange(uint64_t value, enum emul_how how, unsigned arg)
@@ -119,6 +120,8 @@ uint64_t emul_warp_exchange(uint64_t value, enum emul_how how, unsigned arg)
 	barrier_wait(&warp_barrier[w]);
 	if (how == EMUL_XOR)
 		r = lanes[w][(lane ^ arg) % WARP];
+	else if (how == EMUL_LANE)
+		r = lanes[w][arg % WARP];
 	else
 		for (unsigned i = 0; i < WARP; i++)
 			r |= (lanes[w][i] & 1) << i;

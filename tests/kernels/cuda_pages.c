@@ -176,6 +176,10 @@ KVT_TEST(cuda_tag_check_is_the_reference)
 
 static const u32 lens[] = {70, 0, 64, 3, 200, 1}, q_lens[] = {2, 0, 64, 3, 0, 1};
 enum { NR_REQ = KV_ARRAY_SIZE(lens), NR_TOKENS = 70, NR_LAYERS = 2, NR_PAGES = 24 };
+/* prompts, where a warp takes several tokens */
+static const u32 many_lens[] = {4300, 0, 64, 3, 200, 1};
+static const u32 many_q_lens[] = {4101, 0, 64, 3, 0, 1};
+enum { MANY_TOKENS = 4169, MANY_PAGES = 80 };
 
 /* The layouts that exist, one with an odd head size and one in F32. */
 static struct kv_layout layout_of(u32 i)
@@ -216,23 +220,32 @@ static void odd_values(struct kvt_rng *g, float *x, size_t n)
 	}
 	for (size_t i = 0; i < n / 8; i++)
 		x[i] = 0; /* tokens of zeros */
+	/* tokens whose scale is 1.5 and whose quotients lie between two codes, or beside that */
+	for (size_t i = n / 4 / 64 * 64; i < n / 2; i++) {
+		float tie = ldexpf((float)(2 * kvt_rng_below(g, 16) + 1),
+				   (int)kvt_rng_below(g, 12) - 10);
+
+		x[i] = i % 16 == 0 ? 672 : kvt_rng_below(g, 3) ? tie * 1.5f : tie * 1.51f;
+	}
 	x[n / 2] = NAN;
 }
 
-static void append_case(struct kvt_rng *g, u32 layout, u32 src_dtype, bool all_fail)
+static void append_case(struct kvt_rng *g, u32 layout, u32 src_dtype, bool all_fail,
+			bool many)
 {
 	const struct kvk_ops *gpu = gpu_ops();
 	struct kv_layout l = layout_of(layout);
 	u32 per = l.kind == KV_LAYOUT_MLA ? l.latent_dim : l.nr_kv_heads * l.head_dim;
 	struct kvk_append_args a = {.layer = 1, .src_dtype = src_dtype}, d;
-	size_t n = (size_t)NR_TOKENS * per;
+	size_t n = (size_t)(many ? MANY_TOKENS : NR_TOKENS) * per;
 	float *x = malloc(n * 4), *y = malloc(n * 4);
 	u64 host_nan = 5, *got_nan;
 	struct gpu_paged dp;
 	struct kvt_paged f;
 
-	kvt_paged_init(&f, g, &l, NR_PAGES);
-	kvt_paged_batch(&f, g, lens, q_lens, NR_REQ);
+	kvt_paged_init(&f, g, &l, many ? MANY_PAGES : NR_PAGES);
+	kvt_paged_batch(&f, g, many ? many_lens : lens, many ? many_q_lens : q_lens,
+			NR_REQ);
 	f.rows[f.row_start[5]].flags &= ~KV_ROW_WRITE;
 	verdict_fail(&f, 3, kvt_rng_below(g, 4));
 	for (u32 r = 0; r < NR_REQ && all_fail; r++)
@@ -267,9 +280,11 @@ KVT_TEST(cuda_append_is_the_reference)
 	gpu_ops();
 	for (u32 layout = 0; layout < NR_LAYOUTS; layout++)
 		for (u32 dtype = KVK_F32; dtype <= KVK_BF16; dtype++) {
-			append_case(&g, layout, dtype, false);
-			append_case(&g, layout, dtype, true);
+			append_case(&g, layout, dtype, false, false);
+			append_case(&g, layout, dtype, true, false);
 		}
+	for (u32 layout = 0; layout < 6; layout++)
+		append_case(&g, layout, KVK_BF16, false, true);
 }
 
 /* Even a row that passed its check never becomes an address outside the pool. */
