@@ -48,6 +48,7 @@ static const struct {
 	{"race", kvb_race, "page re-issues between two engines: foreign bytes"},
 	{"kill", kvb_kill, "kill -9 of an engine in a step: what ends when"},
 	{"attach", kvb_attach, "process start to first usable page, by pool size"},
+	{"engines", kvb_engines, "one, two, four engines on one GPU, with MPS and without"},
 	{"kernels", run_kernels, "GPU kernels beside floors and peers (attn, moe, all)"},
 };
 
