@@ -103,7 +103,8 @@ void kvd_audit_frame(const struct kvd_pool *pool, u32 pfn, struct kvd_findings *
 void kvd_audit_counters(const struct kvd_pool *pool, struct kvd_findings *fs)
 {
 	u64 sum = 0, backed = (u64)pool->nr_live_extents << pool->geo.shift;
-	u32 free = pool->free.clean.nr + pool->free.used.nr, cached = 0;
+	u32 free = pool->free.nr[KVD_FREE_CLEAN] + pool->free.nr[KVD_FREE_USED],
+	    cached = 0;
 
 	for (u32 i = 0; i < KVD_FRAME_STATES; i++)
 		sum += pool->nr[i];
@@ -154,6 +155,37 @@ static u32 audit_list(const struct kvd_pool *pool, const struct kvd_pfn_list *l,
 	return nr;
 }
 
+/* Each extent's lists hold its FREE pages, and all of them together are what the pool
+ * counts. */
+static void audit_free(const struct kvd_pool *pool, struct kvd_findings *fs)
+{
+	u32 nr[KVD_FREE_KINDS] = {0};
+
+	for (u32 i = 0; i < pool->nr_extents; i++) {
+		const struct kvd_extent *e = &pool->extents[i];
+		u32 here = 0;
+
+		for (u32 k = 0; k < KVD_FREE_KINDS; k++) {
+			here += audit_list(pool, &e->free.pages[k], KVD_FREE,
+					   "a free list", fs);
+			nr[k] += e->free.pages[k].nr;
+			if (!e->free.pages[k].nr != (e->free.bucket[k] == KVD_NO_BUCKET))
+				kvd_finding_add(fs, 1, pool->id, KVD_PFN_NONE,
+						"extent %u is in the wrong bucket", i);
+		}
+		if (here != e->nr_free)
+			kvd_finding_add(fs, 1, pool->id, KVD_PFN_NONE,
+					"extent %u has %u FREE pages, counter says %u", i,
+					here, e->nr_free);
+	}
+	for (u32 k = 0; k < KVD_FREE_KINDS; k++) {
+		if (nr[k] != pool->free.nr[k])
+			kvd_finding_add(fs, 1, pool->id, KVD_PFN_NONE,
+					"%u pages on free lists, counter says %u", nr[k],
+					pool->free.nr[k]);
+	}
+}
+
 static u32 audit_batches(const struct kvd_pool *pool, struct kvd_findings *fs)
 {
 	u32 nr = 0;
@@ -179,8 +211,7 @@ void kvd_audit_lists(const struct kvd_pool *pool, struct kvd_findings *fs)
 					"%u pages %s, counter says %u", nr[i],
 					kvd_frame_state_str(i), pool->nr[i]);
 	}
-	audit_list(pool, &pool->free.clean, KVD_FREE, "the clean free list", fs);
-	audit_list(pool, &pool->free.used, KVD_FREE, "the used free list", fs);
+	audit_free(pool, fs);
 	for (u32 i = 0; i < KVD_DOMAIN_TENANTS_MAX; i++) {
 		audit_list(pool, &pool->lru[i].leaf, KVD_CACHED, "a leaf LRU", fs);
 		audit_list(pool, &pool->lru[i].inner, KVD_CACHED, "an inner LRU", fs);

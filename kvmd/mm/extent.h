@@ -14,6 +14,7 @@
 #define KVD_EXTENT_H
 
 #include "kvmd/backend/backend.h"
+#include "kvmd/mm/freelist.h"
 #include "kvmd/mm/page.h"
 
 enum kvd_extent_state {
@@ -26,7 +27,7 @@ enum kvd_extent_state {
  * struct kvd_extent - one device allocation
  * @serial: never repeats in a pool; 0 = none
  * @handle: backend's
- * @nr_free: FREE pages in it
+ * @free, @nr_free: FREE pages in it
  * @nr_cached: CACHED pages in it
  * @nr_given: sessions that were given the fd and neither acknowledged nor were reaped
  * @idle_since_ns: all pages FREE since; 0 = not
@@ -36,6 +37,7 @@ enum kvd_extent_state {
 struct kvd_extent {
 	u64 serial;
 	struct kvd_extent_handle handle;
+	struct kvd_extent_free free;
 	u32 nr_free;
 	u32 nr_cached;
 	u32 nr_given;

@@ -82,24 +82,51 @@ static inline u32 kvd_pfn_list_pop(struct kvd_link *links, struct kvd_pfn_list *
 	return pfn;
 }
 
+/* Of FREE pages: clean ones were never given to anybody since their extent was created,
+ * used ones may hold bytes of an earlier session. */
+enum kvd_free_kind { KVD_FREE_CLEAN, KVD_FREE_USED, KVD_FREE_KINDS };
+
+#define KVD_FILL_BUCKETS 5u
+#define KVD_NO_BUCKET	 0xffu
+#define KVD_EXTENT_NIL	 0xffffffffu
+
 /**
- * struct kvd_freelist - a pool's FREE pages
- * @clean: never given to anybody since their extent was created
- * @used: may hold bytes of an earlier session
+ * struct kvd_extent_free - FREE pages of one extent; embedded in struct kvd_extent
+ * @pages: LIFO: the record, tag and history of the page freed last are still cached
+ * @next, @prev: extents in the same bucket; KVD_EXTENT_NIL = none
+ * @bucket: where the extent is, per kind; KVD_NO_BUCKET: it has no such page
+ */
+struct kvd_extent_free {
+	struct kvd_pfn_list pages[KVD_FREE_KINDS];
+	u32 next[KVD_FREE_KINDS], prev[KVD_FREE_KINDS];
+	u8 bucket[KVD_FREE_KINDS];
+};
+
+/**
+ * struct kvd_freelist - a pool's FREE pages, by how full their extents are
+ * @first: first extent of each bucket. Bucket 0: at most a quarter of its pages is FREE,
+ *	.. 3: more than three quarters, 4: all of them
+ * @nr: FREE pages of each kind
+ *
+ * Pages go out of the fullest extents, so that the others run empty and can go back to the
+ * driver although pages are freed in any order.
  */
 struct kvd_freelist {
-	struct kvd_pfn_list clean;
-	struct kvd_pfn_list used;
+	u32 first[KVD_FREE_KINDS][KVD_FILL_BUCKETS];
+	u32 nr[KVD_FREE_KINDS];
 };
 
 /** kvd_freelist_init() - no page is FREE yet */
 void kvd_freelist_init(struct kvd_freelist *fl);
 
-/** kvd_freelist_put() - add a FREE page; the hottest goes out first */
+/** kvd_extent_free_init() - an extent without FREE pages */
+void kvd_extent_free_init(struct kvd_extent_free *ef);
+
+/** kvd_freelist_put() - add a FREE page; of its extent the hottest goes out first */
 void kvd_freelist_put(struct kvd_pool *pool, u32 pfn);
 
 /**
- * kvd_freelist_take() - take one page; the caller has checked that there is one
+ * kvd_freelist_take() - take one page of the fullest extent; the caller has checked that there is one
  * @clean_first: prefer pages that need no zeroing (KV_GFP_ZERO); else used ones go first,
  *	so that untouched memory stays untouched
  */

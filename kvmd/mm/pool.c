@@ -168,6 +168,15 @@ static u64 first_serial(const struct kvd_mm *mm)
 	return (mm->gens.source->next >> 32 & 0xffffff) << 18;
 }
 
+static struct kvd_extent *extents_new(u32 nr)
+{
+	struct kvd_extent *e = calloc(nr, sizeof(*e));
+
+	for (u32 i = 0; e && i < nr; i++)
+		kvd_extent_free_init(&e[i].free);
+	return e;
+}
+
 int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
 		    struct kvd_pool **ret_pool)
 {
@@ -198,7 +207,7 @@ int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
 	if (r)
 		goto free_pool;
 	pool->nr_extents = pool->geo.nr_pages >> pool->geo.shift;
-	pool->extents = calloc(pool->nr_extents, sizeof(*pool->extents));
+	pool->extents = extents_new(pool->nr_extents);
 	r = -ENOMEM;
 	if (!pool->extents)
 		goto free_scales;
@@ -273,7 +282,7 @@ int kvd_pool_adopt(struct kvd_mm *mm, u32 id, void *owner, struct kvd_reader_gro
 	if (r)
 		goto free_pool;
 	r = -ENOMEM;
-	pool->extents = calloc(pool->nr_extents, sizeof(*pool->extents));
+	pool->extents = extents_new(pool->nr_extents);
 	if (!pool->extents)
 		goto free_scales;
 	r = volatile_get(pool);

@@ -239,10 +239,12 @@ static bool extent_can_go(const struct kvd_pool *pool, u32 index)
 	return true;
 }
 
+/* The one that costs the fewest cached bytes. */
 static bool extent_find(struct kvd_pool *not_this, struct kvd_pool **ret_pool,
 			u32 *ret_index)
 {
 	struct kvd_mm *mm = not_this->mm;
+	u64 least = ~0ull, bytes;
 
 	for (u32 p = 0; p < KVD_POOLS_MAX; p++) {
 		struct kvd_pool *pool = mm->pools[p];
@@ -252,14 +254,15 @@ static bool extent_find(struct kvd_pool *not_this, struct kvd_pool **ret_pool,
 		if (pool->domain_id != not_this->domain_id && !mm->ops->may_shrink(pool))
 			continue;
 		for (u32 i = 0; i < pool->nr_extents; i++) {
-			if (extent_can_go(pool, i)) {
-				*ret_pool = pool;
-				*ret_index = i;
-				return true;
-			}
+			bytes = pool->extents[i].nr_cached * pool->geo.stride_bytes;
+			if (bytes >= least || !extent_can_go(pool, i))
+				continue;
+			least = bytes;
+			*ret_pool = pool;
+			*ret_index = i;
 		}
 	}
-	return false;
+	return least != ~0ull;
 }
 
 bool kvd_reclaim_extents(struct kvd_pool *pool)

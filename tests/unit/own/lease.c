@@ -557,4 +557,44 @@ KVT_TEST(incidents_keep_the_page_history)
 	rig_fini(&r);
 }
 
+/*
+ * A burst fills every extent; what stays lies scattered. As pages come and go the memory
+ * held must fall to 1.3 times what is needed, and the rest go back to the driver.
+ */
+KVT_TEST(scattered_memory_goes_back)
+{
+	enum { EXTENTS = 32, EACH = 8, KEEP = 64 };
+	struct kv_grant g[EXTENTS * EACH];
+	u32 nr = EXTENTS * EACH, k;
+	struct kvd_session *s;
+	struct kvd_attach *a;
+
+	rig_init(&r, EXTENTS, EACH);
+	a = rig_client(&r, rig_tenant(&r, r.red, "t", 0, 0), &s);
+	for (u32 i = 0; i < nr; i += EACH)
+		KVT_EXPECT_EQ(rig_alloc(s, a, EACH, KV_GFP_PREFILL, g + i), 0);
+	while (nr > KEEP) {
+		k = kvt_rand_below(nr);
+		KVT_EXPECT_EQ(rig_free1(s, a, g[k]), 0);
+		g[k] = g[--nr];
+	}
+	rig_run(&r);
+	for (u32 i = 0; i < 20 * KEEP; i++) {
+		k = kvt_rand_below(nr);
+		KVT_EXPECT_EQ(rig_free1(s, a, g[k]), 0);
+		rig_run(&r);
+		g[k] = rig_alloc1(s, a);
+	}
+	rig_audit(&r);
+	/* idle extents go, one of them is kept for the next burst */
+	r.now += 61ull * 1000000000;
+	kvd_core_now(&r.core, r.now);
+	rig_run(&r);
+	printf("# %u of %u extents are left for %u pages\n", a->pool->nr_live_extents,
+	       EXTENTS, KEEP);
+	KVT_EXPECT(a->pool->nr_live_extents <= KEEP / EACH * 13 / 10 + 1);
+	rig_audit(&r);
+	rig_fini(&r);
+}
+
 KVT_MAIN()
