@@ -141,7 +141,7 @@ static int room_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 g
 		if (kvd_pool_nr_free(pool) >= nr)
 			return 0;
 	}
-	if (gfp & KV_GFP_WAIT) {
+	if ((gfp & KV_GFP_WAIT) || KV_MUTANT(reclaim_in_admission)) {
 		/* Nothing is evicted for a request that cannot be served even so. */
 		coming = kvd_pool_nr_free(pool) + pool->nr[KVD_QUARANTINE];
 		if (coming < nr &&

@@ -38,12 +38,13 @@ static void page_key(const u8 *personal, const u8 *parent_key, const u32 *tokens
 
 void kvd_prefix_root_key(const u8 *secret, u64 fingerprint, u8 *ret_key)
 {
-	static const u8 message[] = "kvmd prefix root";
+	static const u8 message[] = "kvmd prefix root", nobody[KVD_DOMAIN_SECRET_BYTES];
 	u8 personal[KV_KEY_BYTES], salt[KV_KEY_BYTES] = {0};
 
 	personal_of(fingerprint, personal);
 	kv_assert(!crypto_generichash_blake2b_salt_personal(
-		ret_key, KV_KEY_BYTES, message, sizeof(message), secret,
+		ret_key, KV_KEY_BYTES, message, sizeof(message),
+		KV_MUTANT(root_not_keyed) ? nobody : secret,
 		KVD_DOMAIN_SECRET_BYTES, salt, personal));
 }
 

@@ -278,7 +278,7 @@ static int pool_get(struct kvd_session *s, const struct kv_layout *layout,
 	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
 		struct kvd_pool *pool = core->mm.pools[i];
 
-		if (!pool || pool->owner != domain)
+		if (!pool || (pool->owner != domain && !KV_MUTANT(pool_of_any_domain)))
 			continue;
 		if (pool->fingerprint == p.fingerprint) {
 			*ret_pool = pool;
