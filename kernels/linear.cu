@@ -2,11 +2,12 @@
 /*
  * linear.cu - y = x W^T + bias for few tokens, all weight types.
  *
- * moe_rows.cuh does the products: weights stream once from memory for up to 32 tokens,
- * the case a decode step is made of; more tokens take the weights again from L2. x rows
- * and W rows must start at 16-byte boundaries and cols be a multiple of 8.
+ * BF16 for up to 16 tokens is linear_few.cu's. For the rest moe_rows.cuh does the products:
+ * weights stream once from memory for up to 32 tokens; more tokens take the weights again
+ * from L2. x rows and W rows must start at 16-byte boundaries and cols be a multiple of 8.
  */
 #include <errno.h>
+#include "linear_few.h"
 #include "moe_cuda.h"
 #include "moe_rows.cuh"
 
@@ -170,6 +171,12 @@ int kvk_linear_cuda(const struct kvk_linear_args *a, kvk_stream stream)
 		return -EINVAL;
 	if (!a->nr_tokens)
 		return 0;
+	if (kvk_linear_few_ok(a)) {
+		int r = kvk_linear_few_cuda(a, stream);
+
+		if (r != -ENOSPC)
+			return r;
+	}
 	if (a->x_dtype == KVK_F32)
 		return linear_run<float>(&l, (cudaStream_t)stream);
 	return linear_run<uint16_t>(&l, (cudaStream_t)stream);

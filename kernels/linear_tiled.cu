@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 2)
 			tile_load<DTYPE>(p, smem + (buf ^ 1) * size::stage, next);
 		else
 			tile_commit();
-		tile_wait_all_but_one();
+		tile_wait_all_but<1>();
 		__syncthreads();
 		if constexpr (DTYPE == KVK_E4M3) {
 			float sum[2][4][4];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * tile_ptx.cuh - the machine instructions of linear_tiled.cu: asynchronous copies and
- * matrix products, sm_80 on.
+ * tile_ptx.cuh - the machine instructions of linear_tiled.cu and linear_few.cu:
+ * asynchronous copies and matrix products, sm_80 on.
  */
 #ifndef KVK_TILE_PTX_CUH
 #define KVK_TILE_PTX_CUH
@@ -23,10 +23,10 @@ KVK_DEV void tile_commit(void)
 	asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* This thread's copies, but those of the latest group, have landed. */
-KVK_DEV void tile_wait_all_but_one(void)
+/* This thread's copies, but those of the latest @N groups, have landed. */
+template <int N> KVK_DEV void tile_wait_all_but(void)
 {
-	asm volatile("cp.async.wait_group 1;" ::: "memory");
+	asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 /* d[16][8] += a[16][16] b[16][8]; bf16 or f16 in, f32 out */

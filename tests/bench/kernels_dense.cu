@@ -21,7 +21,7 @@ static int call_linear(struct kvb_ctx *ctx, void *arg, uint32_t set)
 	struct kvk_linear_args a = d->linear;
 
 	a.w.data = d->w + set * d->w_bytes;
-	return kvk_linear_cuda(&a, ctx->stream);
+	return kvk_cuda_ops()->linear(&a, ctx->stream);
 }
 
 static int call_route(struct kvb_ctx *ctx, void *arg, uint32_t set)
@@ -55,9 +55,11 @@ static int linear_lines(struct kvb_ctx *ctx)
 		const char *name;
 		uint32_t rows, cols;
 	} m[] = {{"linear head 163840x7168", 163840, 7168},
+		 {"linear head 20480x7168", 20480, 7168},
 		 {"linear 7168x2048", 7168, 2048},
-		 {"linear 2112x7168", 2112, 7168}};
-	static const uint32_t counts[] = {1, 8, 16, 64};
+		 {"linear 2112x7168", 2112, 7168},
+		 {"linear 1536x7168", 1536, 7168}};
+	static const uint32_t counts[] = {1, 4, 8, 16, 32, 64};
 	int r = 0;
 
 	for (size_t i = 0; i < sizeof(m) / sizeof(m[0]); i++) {
@@ -84,7 +86,7 @@ static int linear_lines(struct kvb_ctx *ctx)
 		d.linear.x_dtype = KVK_BF16;
 		d.linear.y_dtype = KVK_F32;
 		d.linear.nr_batch = 1;
-		for (uint32_t c = 0; c < 4 && !r; c++) {
+		for (uint32_t c = 0; c < 6 && !r; c++) {
 			d.linear.nr_tokens = counts[c];
 			r = kvb_dense_line(ctx, call_linear, &d, m[i].name, counts[c],
 					   (double)d.w_bytes,
