@@ -1,11 +1,227 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/*
- * attn_prefill.cu - causal attention of chunks over their pages. Short chunks (drafts, the
- * last tokens of a prompt) go to the decode kernels, all others to attn_any.
- */
+#include "kernels/attn_prefill.cuh"
+#include "kernels/attn_prefill_feed.cuh"
+#include "kernels/attn_prefill_math.cuh"
+#include "kernels/attn_expanded.h"
 #include "kernels/attn_plan.cuh"
 
-#include <errno.h>
+template <class C> KVK_DEV void pf_init(const struct pf_params &p, struct pf_smem<C> *sm)
+{
+	if (threadIdx.x == 0) {
+		for (int i = 0; i < PF_STAGES; i++) {
+			mbar_init(&sm->k_full[i], 1);
+			mbar_init(&sm->v_full[i], 1);
+			mbar_init(&sm->k_empty[i], 8 * C::CL);
+			mbar_init(&sm->v_empty[i], 8 * C::CL);
+		}
+		for (int i = 0; i < 2; i++) {
+			mbar_init(&sm->q_full[i], 1);
+			mbar_init(&sm->q_empty[i], 4);
+		}
+		mbar_init_fence();
+		tma_prefetch_map(&p.k);
+		if (!C::PAGED)
+			tma_prefetch_map(&p.rope);
+	}
+	pf_plan<C>(p, sm);
+	if (C::CL > 1)
+		cluster_sync();
+}
+
+template <class C> KVK_DEV void pf_kernel(const struct pf_params &p)
+{
+	extern __shared__ __align__(1024) uint8_t smem_raw[];
+	struct pf_smem<C> *sm = (struct pf_smem<C> *)smem_raw;
+
+	pf_init<C>(p, sm);
+	if (threadIdx.x < 128) {
+		regs_dec<56>();
+		if (threadIdx.x < 32)
+			pf_feed_kv<C>(p, sm);
+		else if (threadIdx.x < 96)
+			pf_feed_q<C>(p, threadIdx.x / 32 - 1, sm);
+	} else {
+		regs_inc<224>();
+		pf_consume<C>(p, threadIdx.x / 128 - 1, sm);
+	}
+	__syncwarp();
+	if (C::CL > 1) /* the other CTA may still write here and arrive here */
+		cluster_sync();
+}
+
+template <class C>
+__global__ void __launch_bounds__(PF_THREADS, 1)
+	attn_prefill_kernel(const __grid_constant__ struct pf_params p)
+{
+	pf_kernel<C>(p);
+}
+
+template <class C>
+__global__ void __launch_bounds__(PF_THREADS, 1) __cluster_dims__(2, 1, 1)
+	attn_prefill_pair_kernel(const __grid_constant__ struct pf_params p)
+{
+	pf_kernel<C>(p);
+}
+
+/* ----------------------------------------------------------------------------- launcher
+ */
+
+typedef CUresult (*pf_encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+				 const cuuint64_t *, const cuuint64_t *,
+				 const cuuint32_t *, const cuuint32_t *,
+				 CUtensorMapInterleave, CUtensorMapSwizzle,
+				 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+static pf_encode_fn pf_encode_find(void)
+{
+	cudaDriverEntryPointQueryResult found;
+	void *fn = NULL;
+
+	if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
+					     cudaEnableDefault, &found) != cudaSuccess ||
+	    found != cudaDriverEntryPointSuccess) {
+		(void)cudaGetLastError();
+		return NULL;
+	}
+	return (pf_encode_fn)fn;
+}
+
+/* Boxes of 64 rows of 64 values; @dim: columns, rows, then two outer ones. */
+static int pf_map(CUtensorMap *map, const void *base, const uint64_t dim[4],
+		  const uint64_t stride[3])
+{
+	static const pf_encode_fn encode = pf_encode_find();
+	const cuuint32_t box[4] = {64, KV_PAGE_TOKENS, 1, 1}, one[4] = {1, 1, 1, 1};
+	cuuint64_t d[4], s[3];
+
+	for (int i = 0; i < 4; i++)
+		d[i] = dim[i];
+	for (int i = 0; i < 3; i++)
+		s[i] = stride[i];
+	if (!encode ||
+	    encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void *)base, d, s, box, one,
+		   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+		   CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+		   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
+		return -EIO;
+	return 0;
+}
+
+/* CTAs that run at once, in whole clusters; 0: the kernel cannot run here. */
+template <class C, class K> static int pf_nr_ctas(K kernel)
+{
+	const size_t smem = sizeof(struct pf_smem<C>);
+	cudaLaunchConfig_t cfg = {};
+	int dev, sms = 0, clusters = 0;
+
+	if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+				 (int)smem) != cudaSuccess ||
+	    cudaGetDevice(&dev) != cudaSuccess ||
+	    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, dev) !=
+		    cudaSuccess)
+		return 0;
+	if (C::CL == 1)
+		return sms;
+	cfg.gridDim = dim3((unsigned)sms / C::CL * C::CL);
+	cfg.blockDim = dim3(PF_THREADS);
+	cfg.dynamicSmemBytes = smem;
+	if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &cfg) != cudaSuccess)
+		return 0;
+	return clusters * C::CL;
+}
+
+/* Queue it, PF_BATCH_MAX requests a launch. */
+template <class C, class K>
+static int pf_launch(K kernel, const struct kvk_batch *b, struct pf_params *p,
+		     cudaStream_t stream)
+{
+	static const int nr_ctas = pf_nr_ctas<C>(kernel);
+
+	if (nr_ctas <= 0)
+		return -EIO;
+	for (uint32_t r = 0; r < b->nr_requests; r += PF_BATCH_MAX) {
+		p->nr_requests = min(b->nr_requests - r, PF_BATCH_MAX);
+		kernel<<<(unsigned)nr_ctas, PF_THREADS, sizeof(struct pf_smem<C>),
+			 stream>>>(*p);
+		if (cudaGetLastError() != cudaSuccess)
+			return -EIO;
+		p->row_start += PF_BATCH_MAX;
+		p->lengths += PF_BATCH_MAX;
+		p->q_start += PF_BATCH_MAX;
+		p->verdicts += PF_BATCH_MAX;
+		if (p->kv_start)
+			p->kv_start += PF_BATCH_MAX;
+	}
+	return 0;
+}
+
+template <int DK, int DV, bool PAGED>
+static int pf_launch_any(uint32_t flags, const struct kvk_batch *b, struct pf_params *p,
+			 cudaStream_t stream)
+{
+	using C1 = pf_cfg<DK, DV, PAGED, 1>;
+	using C2 = pf_cfg<DK, DV, PAGED, 2>;
+
+	if (flags & KVK_ATTN_SINGLE)
+		return pf_launch<C1>(attn_prefill_kernel<C1>, b, p, stream);
+	return pf_launch<C2>(attn_prefill_pair_kernel<C2>, b, p, stream);
+}
+
+static void pf_batch(struct pf_params *p, const struct kvk_batch *b)
+{
+	p->rows = b->rows;
+	p->row_start = b->row_start;
+	p->lengths = b->lengths;
+	p->q_start = b->q_start;
+	p->verdicts = b->verdicts;
+	p->step = b->step;
+}
+
+/* Does the fast kernel build it? */
+static bool pf_fits(const struct kvk_attn_args *a)
+{
+	const struct kv_layout *l = &a->pages.layout;
+	const struct kv_geometry *g = &a->pages.geometry;
+
+	return l->kind == KV_LAYOUT_GQA && l->dtype == KV_DTYPE_BF16 &&
+	       l->page_tokens == KV_PAGE_TOKENS && a->act_dtype == KVK_BF16 &&
+	       (l->head_dim == 64 || l->head_dim == 128) && l->nr_kv_heads &&
+	       a->nr_q_heads && a->nr_q_heads % l->nr_kv_heads == 0 &&
+	       a->layer < l->nr_layers && a->sm_scale > 0.f && g->nr_pages &&
+	       ((uintptr_t)a->pages.base | (uintptr_t)a->q | (uintptr_t)a->out |
+		g->stride_bytes | g->extent_bytes) %
+			       16 ==
+		       0;
+}
+
+static int pf_paged(const struct kvk_attn_args *a, cudaStream_t stream)
+{
+	const struct kv_layout *l = &a->pages.layout;
+	const struct kv_geometry *g = &a->pages.geometry;
+	const uint64_t per = 1ull << g->shift;
+	const uint64_t dim[4] = {l->head_dim, l->nr_kv_heads * 2ull * KV_PAGE_TOKENS, per,
+				 (g->nr_pages + per - 1) >> g->shift};
+	const uint64_t stride[3] = {l->head_dim * 2ull, g->stride_bytes, g->extent_bytes};
+	struct pf_params p = {};
+
+	pf_batch(&p, &a->batch);
+	p.base = (const uint8_t *)a->pages.base + (uint64_t)kv_layer_stride(l) * a->layer;
+	p.extent_bytes = g->extent_bytes;
+	p.stride_bytes = g->stride_bytes;
+	p.shift = g->shift;
+	p.q = (const uint16_t *)a->q;
+	p.out = (uint16_t *)a->out;
+	p.scale = a->sm_scale * PF_LOG2E;
+	p.nr_q_heads = a->nr_q_heads;
+	p.nr_kv_heads = l->nr_kv_heads;
+	p.group = a->nr_q_heads / l->nr_kv_heads;
+	if (pf_map(&p.k, p.base, dim, stride))
+		return -EIO;
+	p.rope = p.k;
+	return l->head_dim == 128
+		       ? pf_launch_any<128, 128, true>(a->flags, &a->batch, &p, stream)
+		       : pf_launch_any<64, 64, true>(a->flags, &a->batch, &p, stream);
+}
 
 /**
  * kvk_attn_prefill_cuda() - see struct kvk_attn_args; any q_len
@@ -21,5 +237,43 @@ int kvk_attn_prefill_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 		return kvk_attn_mla_cuda(a, stream);
 	if (short_chunks && a->pages.layout.kind == KV_LAYOUT_GQA)
 		return kvk_attn_gqa_cuda(a, stream);
+	if (pf_fits(a))
+		return pf_paged(a, (cudaStream_t)stream);
 	return kvk_attn_any_cuda(a, stream);
+}
+
+/**
+ * kvk_attn_expanded_cuda() - see struct kvk_attn_expanded_args
+ * Context: any thread; the verdicts were written earlier on the same stream.
+ * Return: 0, -EINVAL for a shape that is not built, -EIO.
+ */
+int kvk_attn_expanded_cuda(const struct kvk_attn_expanded_args *a, kvk_stream stream)
+{
+	const uint64_t width = a->nope_dim + a->v_dim, cols = width * a->nr_heads;
+	const uint64_t dim[4] = {cols, a->nr_kv_tokens, 1, 1};
+	const uint64_t stride[3] = {cols * 2, cols * 2, cols * 2};
+	const uint64_t rope_dim[4] = {64, a->nr_kv_tokens, 1, 1};
+	const uint64_t rope_stride[3] = {128, 128, 128};
+	struct pf_params p = {};
+
+	if (a->nope_dim != 128 || a->rope_dim != 64 || a->v_dim != 128 || !a->nr_heads ||
+	    !a->nr_kv_tokens || a->act_dtype != KVK_BF16 || !(a->sm_scale > 0.f) ||
+	    !a->kv || !a->rope || !a->q || !a->out || !a->kv_start ||
+	    ((uintptr_t)a->kv | (uintptr_t)a->rope | (uintptr_t)a->q |
+	     (uintptr_t)a->out) %
+		    16)
+		return -EINVAL;
+	pf_batch(&p, &a->batch);
+	p.kv_start = a->kv_start;
+	p.base = (const uint8_t *)a->kv;
+	p.q = (const uint16_t *)a->q;
+	p.out = (uint16_t *)a->out;
+	p.scale = a->sm_scale * PF_LOG2E;
+	p.nr_q_heads = p.nr_kv_heads = a->nr_heads;
+	p.group = 1;
+	if (pf_map(&p.k, a->kv, dim, stride) ||
+	    pf_map(&p.rope, a->rope, rope_dim, rope_stride))
+		return -EIO;
+	return pf_launch_any<192, 128, false>(a->flags, &a->batch, &p,
+					      (cudaStream_t)stream);
 }

@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_prefill.cuh - parameters, shared memory and the schedule of the prefill kernel;
+ * attn_prefill.cu explains it.
+ */
+#ifndef KVK_ATTN_PREFILL_CUH
+#define KVK_ATTN_PREFILL_CUH
+
+#include <cuda.h>
+#include "base/util.h"
+#include "kernels/attn_cuda.h"
+#include "kernels/common.cuh"
+#include "kernels/wgmma.cuh"
+
+#include <errno.h>
+
+#define PF_ROWS	     128 /* query rows of a CTA */
+#define PF_WG_ROWS   64	 /* ... of a consumer warpgroup */
+#define PF_KEYS	     128 /* tokens of a tile: two pages */
+#define PF_STAGES    2
+#define PF_THREADS   384
+#define PF_BATCH_MAX 128u   /* requests of a launch */
+#define PF_HALF	     16384u /* bytes of 128 rows of 64 values */
+#define PF_BOX	     8192u  /* bytes of 64 rows of 64 values: one tensor copy */
+#define PF_SLACK     8.f    /* P may grow to 2^8 before its reference is raised */
+#define PF_LOG2E     1.4426950408889634f
+#define PF_BAR_TURN  1 /* and 2: which warpgroup may issue its products */
+
+/*
+ * Where K and V come from. PAGED: K and V of a kv head in pages. Else ("expanded" MLA): one
+ * array of all tokens with K's first part and V of a head side by side, and one with K's
+ * last 64 values, which all heads share.
+ */
+template <int DK_, int DV_, bool PAGED_, int CL_> struct pf_cfg {
+	static constexpr int DK = DK_;
+	static constexpr int DV = DV_;
+	static constexpr bool PAGED = PAGED_;
+	static constexpr int CL = CL_; /* CTAs of a cluster: they share K and V */
+	static constexpr int KH = DK / 64;
+	static constexpr int VH = DV / 64;
+};
+
+struct pf_params {
+	CUtensorMap k; /* paged: K and V; else K's first part and V */
+	CUtensorMap rope;
+	const uint8_t *base; /* of the layer in page 0; else the array with V */
+	uint64_t extent_bytes;
+	uint64_t stride_bytes;
+	const struct kv_row *rows;
+	const uint32_t *row_start;
+	const uint32_t *lengths;
+	const uint32_t *q_start;
+	const uint32_t *kv_start;
+	const struct kv_verdict *verdicts;
+	const uint64_t *step;
+	const uint16_t *q;
+	uint16_t *out;
+	float scale; /* sm_scale * log2(e) */
+	uint32_t shift;
+	uint32_t nr_requests;
+	uint32_t nr_q_heads;
+	uint32_t nr_kv_heads;
+	uint32_t group; /* query heads that share a kv head */
+};
+
+/* A request as the schedule has it. */
+struct pf_req {
+	uint32_t item0; /* first item */
+	uint32_t q0;
+	uint32_t nr_rows; /* query rows of a kv head: tokens x group */
+	uint32_t len;
+	int32_t first; /* position of the first query */
+	uint32_t src;  /* first row of the page table, or of the arrays */
+	uint32_t ok;
+};
+
+template <class C> struct pf_smem {
+	uint8_t q[C::KH][PF_HALF];
+	uint8_t k[PF_STAGES][C::KH][PF_HALF];
+	uint8_t v[PF_STAGES][C::VH][PF_HALF];
+	struct pf_req reqs[PF_BATCH_MAX + 1]; /* longest first; the last one only ends */
+	uint32_t order[PF_BATCH_MAX];	      /* while the schedule is made: keys */
+	uint64_t q_full[2];
+	uint64_t q_empty[2];
+	uint64_t k_full[PF_STAGES];
+	uint64_t k_empty[PF_STAGES];
+	uint64_t v_full[PF_STAGES];
+	uint64_t v_empty[PF_STAGES];
+};
+
+/* ---------------------------------------------------------------------------- schedule
+ */
+
+/*
+ * Work of one cluster: PF_ROWS * CL rows of one request and kv head. Items of a request go
+ * from its last rows, which see most, to its first, kv heads inside: neighbours read the
+ * same tokens at the same time.
+ */
+struct pf_item {
+	struct pf_req r;
+	uint32_t kv_head;
+	uint32_t row0;	 /* first row of this CTA */
+	uint32_t nr_cta; /* tiles of tokens that this CTA's rows need */
+	uint32_t nr;	 /* ... that the cluster's rows need */
+};
+
+/* One thread's walk over its cluster's items, to and fro over the sorted list. */
+struct pf_walk {
+	uint32_t round;
+	uint32_t req;
+};
+
+/* Tokens that rows up to @row see, rounded up to tiles; at least one. */
+KVK_DEV uint32_t pf_tiles(const struct pf_req &r, uint32_t group, uint32_t row)
+{
+	int32_t sees = r.first + (int32_t)(row / group) + 1;
+
+	return sees <= PF_KEYS ? 1 : (uint32_t)(sees + PF_KEYS - 1) / PF_KEYS;
+}
+
+template <class C>
+KVK_DEV bool pf_next(const struct pf_params &p, const struct pf_smem<C> *sm,
+		     struct pf_walk *w, struct pf_item *ret)
+{
+	const uint32_t nr_clusters = gridDim.x / C::CL, me = blockIdx.x / C::CL;
+	const uint32_t total = sm->reqs[p.nr_requests].item0,
+		       base = w->round * nr_clusters;
+	uint32_t i = base + (w->round & 1 ? nr_clusters - 1 - me : me), r, row0, end;
+
+	if (i >= total)
+		return false;
+	w->round++;
+	while (base >= sm->reqs[w->req + 1].item0)
+		w->req++;
+	for (r = w->req; i >= sm->reqs[r + 1].item0; r++)
+		;
+	ret->r = sm->reqs[r];
+	i -= ret->r.item0;
+	ret->kv_head = i % p.nr_kv_heads;
+	row0 = (sm->reqs[r + 1].item0 - ret->r.item0) / p.nr_kv_heads - 1 -
+	       i / p.nr_kv_heads;
+	row0 *= PF_ROWS * C::CL;
+	end = min(row0 + PF_ROWS * C::CL, ret->r.nr_rows);
+	ret->nr = pf_tiles(ret->r, p.group, end - 1);
+	ret->row0 = row0 + (C::CL > 1 ? cluster_rank() * PF_ROWS : 0);
+	end = min(ret->row0 + PF_ROWS, ret->r.nr_rows);
+	ret->nr_cta = ret->row0 < end ? pf_tiles(ret->r, p.group, end - 1) : 0;
+	return true;
+}
+
+KVK_DEV bool pf_request_ok(const struct pf_params &p, uint32_t r)
+{
+	const uint32_t first = p.row_start[r], end = p.row_start[r + 1];
+
+	return end >= first && kv_verdict_ok(p.verdicts[r], *p.step, end - first) &&
+	       p.lengths[r] <= (uint64_t)(end - first) * KV_PAGE_TOKENS;
+}
+
+/*
+ * Every CTA sorts the requests by length, longest first, and numbers the items. All threads;
+ * ends with a CTA barrier.
+ */
+template <class C> KVK_DEV void pf_plan(const struct pf_params &p, struct pf_smem<C> *sm)
+{
+	const uint32_t n = p.nr_requests, r = threadIdx.x;
+	struct pf_req q = {};
+	uint32_t rank = 0, items = 0;
+
+	if (r < n) {
+		q.q0 = p.q_start[r];
+		q.nr_rows = (p.q_start[r + 1] - q.q0) * p.group;
+		q.len = p.lengths[r];
+		q.first = (int32_t)q.len - (int32_t)(p.q_start[r + 1] - q.q0);
+		q.src = C::PAGED ? p.row_start[r] : p.kv_start[r];
+		q.ok = pf_request_ok(p, r);
+		items = (q.nr_rows + PF_ROWS * C::CL - 1) / (PF_ROWS * C::CL) *
+			p.nr_kv_heads;
+		sm->order[r] = q.len;
+	}
+	__syncthreads();
+	for (uint32_t i = 0; i < n && r < n; i++)
+		rank += sm->order[i] > q.len || (sm->order[i] == q.len && i < r);
+	__syncthreads();
+	if (r < n)
+		sm->order[rank] = items;
+	__syncthreads();
+	for (uint32_t i = 0; i < rank; i++)
+		q.item0 += sm->order[i];
+	if (r < n)
+		sm->reqs[rank] = q;
+	if (r < n && rank == n - 1)
+		sm->reqs[n].item0 = q.item0 + items;
+	__syncthreads();
+}
+
+#endif /* KVK_ATTN_PREFILL_CUH */

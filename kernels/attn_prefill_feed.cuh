@@ -1,0 +1,265 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_prefill_feed.cuh - the prefill kernel's producers: one warp keeps the rings of K and
+ * V tiles full, one warp per consumer warpgroup fetches its queries.
+ */
+#ifndef KVK_ATTN_PREFILL_FEED_CUH
+#define KVK_ATTN_PREFILL_FEED_CUH
+
+#include "kernels/attn_prefill.cuh"
+
+/* Byte offset of 16-byte piece @c of row @row in halves of 128 rows, swizzled. */
+KVK_DEV uint32_t pf_swizzle(uint32_t row, uint32_t c)
+{
+	return c / 8 * PF_HALF + row * 128 + ((c ^ row) % 8) * 16;
+}
+
+/* ------------------------------------------------------------------------------ queries
+ */
+
+KVK_DEV void pf_copy16(uint32_t dst, const void *src, uint32_t bytes)
+{
+	asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+		     "r"(bytes)
+		     : "memory");
+}
+
+/* 64 rows of a warpgroup; rows behind the last one become zero. One warp. */
+template <class C>
+KVK_DEV void pf_load_q(const struct pf_params &p, const struct pf_item &it, uint32_t wg,
+		       struct pf_smem<C> *sm)
+{
+	constexpr uint32_t PIECES = C::DK / 8;
+	const uint32_t lane = threadIdx.x & 31, q = smem_addr(sm->q);
+
+#pragma unroll 4
+	for (uint32_t i = lane; i < PF_WG_ROWS * PIECES; i += 32) {
+		uint32_t row = wg * PF_WG_ROWS + i / PIECES, c = i % PIECES;
+		uint32_t at = it.row0 + row;
+		bool in = at < it.r.nr_rows;
+		uint32_t t = in ? at / p.group : 0, h = in ? at % p.group : 0;
+		const uint16_t *src = p.q + (((size_t)it.r.q0 + t) * p.nr_q_heads +
+					     it.kv_head * p.group + h) *
+						    C::DK;
+
+		pf_copy16(q + pf_swizzle(row, c), src + c * 8, in ? 16 : 0);
+	}
+	asm volatile("cp.async.wait_all;" ::: "memory");
+	fence_proxy_async();
+	__syncwarp();
+	if (lane == 0)
+		mbar_arrive(&sm->q_full[wg]);
+}
+
+template <class C>
+KVK_DEV void pf_feed_q(const struct pf_params &p, uint32_t wg, struct pf_smem<C> *sm)
+{
+	struct pf_walk w = {};
+	struct pf_item it;
+	uint32_t n = 0;
+
+	while (pf_next<C>(p, sm, &w, &it)) {
+		if (!it.r.ok || !it.nr_cta)
+			continue;
+		mbar_wait(&sm->q_empty[wg], (n++ & 1) ^ 1);
+		pf_load_q<C>(p, it, wg, sm);
+	}
+}
+
+/* --------------------------------------------------------------------------- K and V
+ */
+
+/* The kv warp's view of an item: pfn holds page numbers, a lane each, from page pfn0 on. */
+struct pf_feed {
+	struct pf_item it;
+	uint32_t nr_pages; /* that hold tokens of the request */
+	uint32_t rank;
+	uint32_t kn; /* tiles issued so far */
+	uint32_t vn;
+	uint32_t pfn;
+	uint32_t pfn0;
+};
+
+/* Page number of page @page, in all lanes. Pages are asked for in ascending order. */
+KVK_DEV uint32_t pf_pfn(const struct pf_params &p, struct pf_feed *f, uint32_t page)
+{
+	/* V runs a tile behind K: keep the last one */
+	if (page >= f->pfn0 + 32) {
+		uint32_t at = (page & ~1u) - 2 + (threadIdx.x & 31);
+
+		f->pfn0 = (page & ~1u) - 2;
+		f->pfn = at < f->nr_pages ? p.rows[f->it.r.src + at].pfn : 0;
+	}
+	return __shfl_sync(~0u, f->pfn, (int)(page - f->pfn0));
+}
+
+/* One box of 64 tokens, to this CTA or to all of the cluster. */
+template <class C>
+KVK_DEV void pf_box(const CUtensorMap *map, void *dst, uint64_t *bar, int c0, int c1,
+		    int c2, int c3)
+{
+	if constexpr (C::CL > 1)
+		tma_load_4d_multicast(smem_addr(dst), map, smem_addr(bar),
+				      (1u << C::CL) - 1, c0, c1, c2, c3);
+	else
+		tma_load_4d(smem_addr(dst), map, smem_addr(bar), c0, c1, c2, c3);
+}
+
+/* Does this CTA issue page @page's copies? In a cluster each takes every second one. */
+template <class C> KVK_DEV bool pf_mine(const struct pf_feed *f, uint32_t page)
+{
+	return C::CL == 1 || page % C::CL == f->rank;
+}
+
+template <class C>
+KVK_DEV void pf_load_k(const struct pf_params &p, struct pf_feed *f, uint32_t tile,
+		       struct pf_smem<C> *sm)
+{
+	const uint32_t s = f->kn % PF_STAGES, page0 = tile * 2;
+	const uint32_t nr = f->nr_pages <= page0 ? 0 : min(f->nr_pages - page0, 2u);
+	const uint32_t kvh = f->it.kv_head;
+	uint64_t *bar = &sm->k_full[s];
+
+	cluster_wait(smem_addr(&sm->k_empty[s]), (f->kn++ / PF_STAGES & 1) ^ 1);
+	if ((threadIdx.x & 31) == 0)
+		mbar_arrive_expect(bar, nr * C::KH * PF_BOX);
+	for (uint32_t i = 0; i < nr; i++) {
+		uint32_t pfn = C::PAGED ? pf_pfn(p, f, page0 + i) : 0;
+		int tok = (int)(f->it.r.src + (page0 + i) * KV_PAGE_TOKENS);
+
+		if (!pf_mine<C>(f, page0 + i) || (threadIdx.x & 31))
+			continue;
+#pragma unroll
+		for (int h = 0; h < C::KH; h++) {
+			uint8_t *dst = sm->k[s][h] + i * PF_BOX;
+
+			if (C::PAGED)
+				pf_box<C>(&p.k, dst, bar, h * 64, (int)kvh * 128,
+					  (int)(pfn & ((1u << p.shift) - 1)),
+					  (int)(pfn >> p.shift));
+			else if (h < C::KH - 1)
+				pf_box<C>(&p.k, dst, bar,
+					  (int)kvh * (C::DK - 64 + C::DV) + h * 64, tok,
+					  0, 0);
+			else
+				pf_box<C>(&p.rope, dst, bar, 0, tok, 0, 0);
+		}
+	}
+}
+
+/* Token @t's V of the item's head in global memory. */
+template <class C>
+KVK_DEV const uint4 *pf_v_row(const struct pf_params &p, const struct pf_feed *f,
+			      uint32_t pfn, uint32_t t)
+{
+	if (C::PAGED)
+		return (const uint4 *)(p.base +
+				       (uint64_t)(pfn >> p.shift) * p.extent_bytes +
+				       (uint64_t)(pfn & ((1u << p.shift) - 1)) *
+					       p.stride_bytes +
+				       ((f->it.kv_head * 2 + 1) * KV_PAGE_TOKENS +
+					t % KV_PAGE_TOKENS) *
+					       C::DV * 2);
+	return (const uint4 *)(p.base +
+			       (((uint64_t)f->it.r.src + t) * p.nr_kv_heads +
+				f->it.kv_head) *
+				       (C::DK - 64 + C::DV) * 2 +
+			       (C::DK - 64) * 2);
+}
+
+/*
+ * V of a page that is not full: zeros where no token is, since 0 * NaN is NaN. All lanes;
+ * every CTA fills its own.
+ */
+template <class C>
+KVK_DEV void pf_fill_v(const struct pf_params &p, const struct pf_feed *f, uint32_t page,
+		       uint32_t pfn, uint32_t dst)
+{
+	constexpr uint32_t PIECES = C::DV / 8;
+	const uint32_t row0 = page % 2 * KV_PAGE_TOKENS, t0 = page * KV_PAGE_TOKENS;
+
+#pragma unroll 4
+	for (uint32_t i = threadIdx.x & 31; i < KV_PAGE_TOKENS * PIECES; i += 32) {
+		uint32_t row = i / PIECES, c = i % PIECES;
+		uint4 v = make_uint4(0, 0, 0, 0);
+
+		if (t0 + row < f->it.r.len)
+			v = pf_v_row<C>(p, f, pfn, t0 + row)[c];
+		asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(
+				     dst + pf_swizzle(row0 + row, c)),
+			     "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+			     : "memory");
+	}
+	fence_proxy_async();
+	__syncwarp();
+}
+
+template <class C>
+KVK_DEV void pf_load_v(const struct pf_params &p, struct pf_feed *f, uint32_t tile,
+		       struct pf_smem<C> *sm)
+{
+	const uint32_t s = f->vn % PF_STAGES, page0 = tile * 2;
+	const uint32_t nr_full = f->it.r.len / KV_PAGE_TOKENS;
+	const uint32_t nr = nr_full <= page0 ? 0 : min(nr_full - page0, 2u);
+	const uint32_t kvh = f->it.kv_head;
+	uint64_t *bar = &sm->v_full[s];
+
+	cluster_wait(smem_addr(&sm->v_empty[s]), (f->vn++ / PF_STAGES & 1) ^ 1);
+	for (uint32_t i = nr; i < 2; i++) {
+		bool some = C::PAGED && page0 + i < f->nr_pages;
+		uint32_t pfn = some ? pf_pfn(p, f, page0 + i) : 0;
+
+		pf_fill_v<C>(p, f, page0 + i, pfn, smem_addr(sm->v[s]));
+	}
+	if ((threadIdx.x & 31) == 0)
+		mbar_arrive_expect(bar, nr * C::VH * PF_BOX);
+	for (uint32_t i = 0; i < nr; i++) {
+		uint32_t pfn = C::PAGED ? pf_pfn(p, f, page0 + i) : 0;
+		int tok = (int)(f->it.r.src + (page0 + i) * KV_PAGE_TOKENS);
+
+		if (!pf_mine<C>(f, page0 + i) || (threadIdx.x & 31))
+			continue;
+#pragma unroll
+		for (int h = 0; h < C::VH; h++) {
+			uint8_t *dst = sm->v[s][h] + i * PF_BOX;
+
+			if (C::PAGED)
+				pf_box<C>(&p.k, dst, bar, h * 64, (int)kvh * 128 + 64,
+					  (int)(pfn & ((1u << p.shift) - 1)),
+					  (int)(pfn >> p.shift));
+			else
+				pf_box<C>(&p.k, dst, bar,
+					  (int)kvh * (C::DK - 64 + C::DV) + C::DK - 64 +
+						  h * 64,
+					  tok, 0, 0);
+		}
+	}
+}
+
+/* All tiles in the order in which the consumers take them: K a tile ahead of V. */
+template <class C>
+KVK_DEV void pf_feed_kv(const struct pf_params &p, struct pf_smem<C> *sm)
+{
+	struct pf_walk w = {};
+	struct pf_feed f = {};
+
+	f.rank = C::CL > 1 ? cluster_rank() : 0;
+	while (pf_next<C>(p, sm, &w, &f.it)) {
+		if (!f.it.r.ok)
+			continue;
+		f.nr_pages = (f.it.r.len + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
+		f.pfn0 = 0;
+		if (C::PAGED)
+			f.pfn = (threadIdx.x & 31) < f.nr_pages
+					? p.rows[f.it.r.src + (threadIdx.x & 31)].pfn
+					: 0;
+		pf_load_k<C>(p, &f, 0, sm);
+		for (uint32_t j = 1; j < f.it.nr; j++) {
+			pf_load_k<C>(p, &f, j, sm);
+			pf_load_v<C>(p, &f, j - 1, sm);
+		}
+		pf_load_v<C>(p, &f, f.it.nr - 1, sm);
+	}
+}
+
+#endif /* KVK_ATTN_PREFILL_FEED_CUH */

@@ -1,0 +1,390 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_prefill_math.cuh - the prefill kernel's consumers: two warpgroups, each 64 query
+ * rows. A thread holds two rows' shares: row g and g + 8 of its warp's 16, columns 8 j + 2 c
+ * and the next (g = lane / 4, c = lane % 4), of scores and of output alike.
+ */
+#ifndef KVK_ATTN_PREFILL_MATH_CUH
+#define KVK_ATTN_PREFILL_MATH_CUH
+
+#include "kernels/attn_prefill.cuh"
+
+#include <math.h>
+
+#ifndef PF_TURNS
+#define PF_TURNS(C) (C::DK <= 128)
+#endif
+
+template <class C> struct pf_state {
+	float s[PF_KEYS / 2]; /* scores, then probabilities */
+	float o[C::DV / 2];
+	uint32_t p[PF_KEYS / 4]; /* probabilities as bf16: the A operand of P V */
+	float m[2];		 /* reference of the exponents */
+	float l[2];		 /* this thread's share of the sums */
+	float alpha[2];
+	int lim[2]; /* tokens that the rows see, less this thread's first column */
+};
+
+KVK_DEV void pf_turn_wait(uint32_t wg)
+{
+	bar_sync(PF_BAR_TURN + wg, 256);
+}
+
+KVK_DEV void pf_turn_give(uint32_t wg)
+{
+	asm volatile("bar.arrive %0, 256;" ::"r"(PF_BAR_TURN + (wg ^ 1)) : "memory");
+}
+
+/* This warp is done with a stage: tell every CTA that writes to it. */
+template <class C> KVK_DEV void pf_release(uint64_t *empty)
+{
+	const uint32_t lane = threadIdx.x & 31;
+
+	__syncwarp();
+	if constexpr (C::CL > 1) {
+		if (lane < C::CL)
+			cluster_arrive(smem_addr(empty), lane);
+	} else if (lane == 0) {
+		mbar_arrive(empty);
+	}
+}
+
+/* s = Q K^T, one group */
+template <class C> KVK_DEV void pf_qk(struct pf_state<C> &t, uint64_t q, uint64_t k)
+{
+	wgm_fence();
+#pragma unroll
+	for (int i = 0; i < C::DK / 16; i++) {
+		uint64_t at = i / 4 * (PF_HALF / 16) + i % 4 * 2;
+
+		wgm_ss_bf16<PF_KEYS>(t.s, q + at, k + at, i != 0);
+	}
+	wgm_commit();
+}
+
+/* o += P V, one group */
+template <class C> KVK_DEV void pf_pv(struct pf_state<C> &t, uint64_t v, bool first)
+{
+	wgm_fence();
+#pragma unroll
+	for (int i = 0; i < PF_KEYS / 16; i++)
+		wgm_rs_bf16<C::DV, 1>(t.o, t.p + 4 * i, v + i * 128, i != 0 || !first);
+	wgm_commit();
+}
+
+template <class C> KVK_DEV void pf_mask(struct pf_state<C> &t, int tile)
+{
+	const int lim0 = t.lim[0] - tile * PF_KEYS, lim1 = t.lim[1] - tile * PF_KEYS;
+
+#pragma unroll
+	for (int j = 0; j < PF_KEYS / 8; j++) {
+#pragma unroll
+		for (int e = 0; e < 2; e++) {
+			t.s[4 * j + e] = 8 * j + e < lim0 ? t.s[4 * j + e] : -INFINITY;
+			t.s[4 * j + 2 + e] =
+				8 * j + e < lim1 ? t.s[4 * j + 2 + e] : -INFINITY;
+		}
+	}
+}
+
+/*
+ * Scores to probabilities 2^(s scale - m scale). The reference m moves only when a score
+ * passes it by 2^PF_SLACK: alpha is 1 nearly always. What happens to a row depends on the
+ * row alone, so that a row's bits do not depend on its neighbours.
+ */
+template <class C>
+KVK_DEV void pf_softmax(struct pf_state<C> &t, float scale, float slack)
+{
+	float neg[2];
+
+#pragma unroll
+	for (int r = 0; r < 2; r++) {
+		float x = t.s[2 * r], y = t.s[2 * r + 1], mn;
+
+#pragma unroll
+		for (int j = 1; j < PF_KEYS / 8; j++) {
+			x = fmaxf(x, t.s[4 * j + 2 * r]);
+			y = fmaxf(y, t.s[4 * j + 2 * r + 1]);
+		}
+		x = fmaxf(x, y);
+		x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+		x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+		mn = x > t.m[r] + slack ? x : t.m[r];
+		neg[r] = mn == -INFINITY ? 0.f : -mn * scale;
+		t.alpha[r] = mn == t.m[r] ? 1.f : exp2_fast(t.m[r] * scale + neg[r]);
+		t.m[r] = mn;
+	}
+#pragma unroll
+	for (int r = 0; r < 2; r++) {
+		float x = 0.f, y = 0.f;
+
+#pragma unroll
+		for (int j = 0; j < PF_KEYS / 8; j++) {
+			float a = exp2_fast(fmaf(t.s[4 * j + 2 * r], scale, neg[r]));
+			float b = exp2_fast(fmaf(t.s[4 * j + 2 * r + 1], scale, neg[r]));
+
+			t.s[4 * j + 2 * r] = a;
+			t.s[4 * j + 2 * r + 1] = b;
+			x += a;
+			y += b;
+		}
+		t.l[r] = t.l[r] * t.alpha[r] + (x + y);
+	}
+}
+
+template <class C> KVK_DEV void pf_pack(struct pf_state<C> &t)
+{
+#pragma unroll
+	for (int i = 0; i < PF_KEYS / 4; i++)
+		t.p[i] = pack_bf16(t.s[2 * i], t.s[2 * i + 1]);
+}
+
+template <class C> KVK_DEV void pf_rescale(struct pf_state<C> &t)
+{
+	if (!__any_sync(~0u, t.alpha[0] != 1.f || t.alpha[1] != 1.f))
+		return;
+#pragma unroll
+	for (int i = 0; i < C::DV / 4; i++) {
+		t.o[2 * i] *= t.alpha[i & 1];
+		t.o[2 * i + 1] *= t.alpha[i & 1];
+	}
+}
+
+/* ------------------------------------------------------------------------------- output
+ */
+
+/* Four lanes of a quad hold words of four blocks each; lane c gets block c's four words. */
+KVK_DEV uint4 pf_transpose(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3)
+{
+	const uint32_t c = threadIdx.x & 3;
+	uint32_t x0, x1, y0, y1, r0, r1;
+
+	/* lanes 0, 1 keep blocks 0, 1; lanes 2, 3 keep blocks 2, 3 */
+	x0 = c & 2 ? a2 : a0;
+	x1 = c & 2 ? a3 : a1;
+	y0 = __shfl_xor_sync(~0u, c & 2 ? a0 : a2, 2);
+	y1 = __shfl_xor_sync(~0u, c & 2 ? a1 : a3, 2);
+	/* x: own lane's words of the two blocks, y: of lane c ^ 2 */
+	r0 = __shfl_xor_sync(~0u, c & 1 ? x0 : x1, 1);
+	r1 = __shfl_xor_sync(~0u, c & 1 ? y0 : y1, 1);
+	x0 = c & 1 ? x1 : x0;
+	y0 = c & 1 ? y1 : y0;
+	/* x0: lane c, r0: c ^ 1, y0: c ^ 2, r1: c ^ 3 */
+	a0 = c & 1 ? r0 : x0;
+	a1 = c & 1 ? x0 : r0;
+	a2 = c & 1 ? r1 : y0;
+	a3 = c & 1 ? y0 : r1;
+	return c & 2 ? make_uint4(a2, a3, a0, a1) : make_uint4(a0, a1, a2, a3);
+}
+
+/* Where row @row of the item's request and kv head goes. */
+template <class C>
+KVK_DEV uint16_t *pf_out(const struct pf_params &p, const struct pf_item &it,
+			 uint32_t row)
+{
+	uint32_t t = row / p.group, h = row % p.group;
+
+	return p.out +
+	       (((size_t)it.r.q0 + t) * p.nr_q_heads + it.kv_head * p.group + h) * C::DV;
+}
+
+template <class C>
+KVK_DEV void pf_store(const struct pf_params &p, const struct pf_item &it, uint32_t row,
+		      struct pf_state<C> &t)
+{
+	const uint32_t c = threadIdx.x & 3;
+
+#pragma unroll
+	for (int r = 0; r < 2; r++) {
+		float l = t.l[r], inv;
+		bool in = row + 8 * r < it.r.nr_rows;
+		uint16_t *out = in ? pf_out<C>(p, it, row + 8 * r) : p.out;
+
+		l += __shfl_xor_sync(~0u, l, 1);
+		l += __shfl_xor_sync(~0u, l, 2);
+		inv = 1.f /
+		      l; /* a row that sees nothing: 0 * inf, NaN as the reference */
+#pragma unroll
+		for (int b = 0; b < C::DV / 32; b++) {
+			uint32_t w[4];
+			uint4 v;
+
+#pragma unroll
+			for (int k = 0; k < 4; k++) {
+				int at = (4 * b + k) * 4 + 2 * r;
+
+				w[k] = pack_bf16(t.o[at] * inv, t.o[at + 1] * inv);
+			}
+			v = pf_transpose(w[0], w[1], w[2], w[3]);
+			if (in)
+				*(uint4 *)(out + (4 * b + c) * 8) = v;
+		}
+	}
+}
+
+/* A request that failed its check: NaN, no page touched. */
+template <class C>
+KVK_DEV void pf_store_nan(const struct pf_params &p, const struct pf_item &it,
+			  uint32_t wg)
+{
+	const uint32_t first = it.row0 + wg * PF_WG_ROWS;
+
+	for (uint32_t i = threadIdx.x % 128; i < PF_WG_ROWS * C::DV / 8; i += 128) {
+		uint32_t row = first + i / (C::DV / 8), c = i % (C::DV / 8);
+
+		if (row < it.r.nr_rows)
+			*(uint4 *)(pf_out<C>(p, it, row) + c * 8) = make_uint4(
+				0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u, 0x7fc07fc0u);
+	}
+}
+
+/* -------------------------------------------------------------------------------- items
+ */
+
+/* Tiles consumed so far, of all items: they number the stages. */
+struct pf_count {
+	uint32_t q;
+	uint32_t kv;
+};
+
+KVK_DEV uint32_t pf_phase(uint32_t n)
+{
+	return n / PF_STAGES & 1;
+}
+
+template <class C> KVK_DEV uint64_t pf_k_desc(struct pf_smem<C> *sm, uint32_t n)
+{
+	return wgm_desc(smem_addr(sm->k[n % PF_STAGES]));
+}
+
+template <class C> KVK_DEV uint64_t pf_v_desc(struct pf_smem<C> *sm, uint32_t n)
+{
+	return wgm_desc(smem_addr(sm->v[n % PF_STAGES]), PF_HALF);
+}
+
+/*
+ * One tile after the first: Q K^T of tile @j and P V of the one before are in flight
+ * together; the warpgroups take turns to issue, so that one's exponentials run beside the
+ * other's products.
+ */
+template <class C, bool MASK>
+KVK_DEV void pf_step(const struct pf_params &p, struct pf_state<C> &t, uint64_t q,
+		     uint32_t wg, uint32_t j, uint32_t n, uint64_t *q_done, float slack,
+		     struct pf_smem<C> *sm)
+{
+	const uint32_t pn = n - 1;
+
+	mbar_wait(&sm->k_full[n % PF_STAGES], pf_phase(n));
+	if (PF_TURNS(C))
+		pf_turn_wait(wg);
+	pf_qk<C>(t, q, pf_k_desc<C>(sm, n));
+	mbar_wait(&sm->v_full[pn % PF_STAGES], pf_phase(pn));
+	pf_pv<C>(t, pf_v_desc<C>(sm, pn), j == 1);
+	if (PF_TURNS(C))
+		pf_turn_give(wg);
+	wgm_wait<1>();
+	wgm_keep(t.s);
+	pf_release<C>(&sm->k_empty[n % PF_STAGES]);
+	if (q_done && (threadIdx.x & 31) == 0)
+		mbar_arrive(q_done);
+	if (MASK)
+		pf_mask<C>(t, (int)j);
+	pf_softmax<C>(t, p.scale, slack);
+	wgm_wait<0>();
+	wgm_keep(t.o);
+	pf_release<C>(&sm->v_empty[pn % PF_STAGES]);
+	pf_rescale<C>(t);
+	pf_pack<C>(t);
+}
+
+/* Tiles that only the cluster's other CTA needs: let them pass. */
+template <class C> KVK_DEV void pf_skip(struct pf_smem<C> *sm, uint32_t n0, uint32_t n1)
+{
+	for (uint32_t n = n0; n < n1; n++) {
+		mbar_wait(&sm->k_full[n % PF_STAGES], pf_phase(n));
+		pf_release<C>(&sm->k_empty[n % PF_STAGES]);
+		mbar_wait(&sm->v_full[n % PF_STAGES], pf_phase(n));
+		pf_release<C>(&sm->v_empty[n % PF_STAGES]);
+	}
+}
+
+template <class C>
+KVK_DEV void pf_item_rows(const struct pf_params &p, const struct pf_item &it,
+			  uint32_t wg, uint32_t *row, struct pf_state<C> &t,
+			  uint32_t *ret_full)
+{
+	const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
+	const uint32_t first = it.row0 + wg * PF_WG_ROWS;
+	int all = it.r.first + (int)(first / p.group) + 1;
+
+	*row = first + warp * 16 + lane / 4;
+#pragma unroll
+	for (int r = 0; r < 2; r++) {
+		t.lim[r] = it.r.first + (int)((*row + 8 * r) / p.group) + 1 -
+			   2 * (int)(lane % 4);
+		t.m[r] = -INFINITY;
+		t.l[r] = 0.f;
+	}
+	*ret_full = all < 0 ? 0 : (uint32_t)all / PF_KEYS;
+}
+
+template <class C>
+KVK_DEV void pf_item_run(const struct pf_params &p, const struct pf_item &it, uint32_t wg,
+			 uint32_t n0, uint32_t qn, struct pf_smem<C> *sm,
+			 struct pf_state<C> &t)
+{
+	const uint64_t q = wgm_desc(smem_addr(sm->q[0]) + wg * PF_WG_ROWS * 128);
+	const float slack = PF_SLACK / p.scale;
+	const uint32_t last = it.nr_cta - 1;
+	uint32_t row, full, j = 1;
+
+	pf_item_rows<C>(p, it, wg, &row, t, &full);
+	mbar_wait(&sm->q_full[wg], qn & 1);
+	mbar_wait(&sm->k_full[n0 % PF_STAGES], pf_phase(n0));
+	pf_qk<C>(t, q, pf_k_desc<C>(sm, n0));
+	wgm_wait<0>();
+	wgm_keep(t.s);
+	pf_release<C>(&sm->k_empty[n0 % PF_STAGES]);
+	if (last == 0 && (threadIdx.x & 31) == 0)
+		mbar_arrive(&sm->q_empty[wg]);
+	if (full == 0)
+		pf_mask<C>(t, 0);
+	pf_softmax<C>(t, p.scale, slack);
+	pf_pack<C>(t);
+	for (; j < full && j < last; j++)
+		pf_step<C, false>(p, t, q, wg, j, n0 + j, NULL, slack, sm);
+	for (; j <= last; j++)
+		pf_step<C, true>(p, t, q, wg, j, n0 + j,
+				 j == last ? &sm->q_empty[wg] : NULL, slack, sm);
+	mbar_wait(&sm->v_full[(n0 + last) % PF_STAGES], pf_phase(n0 + last));
+	pf_pv<C>(t, pf_v_desc<C>(sm, n0 + last), last == 0);
+	wgm_wait<0>();
+	wgm_keep(t.o);
+	pf_release<C>(&sm->v_empty[(n0 + last) % PF_STAGES]);
+	pf_store<C>(p, it, row, t);
+}
+
+template <class C>
+KVK_DEV void pf_consume(const struct pf_params &p, uint32_t wg, struct pf_smem<C> *sm)
+{
+	struct pf_walk w = {};
+	struct pf_count n = {};
+	struct pf_item it;
+	struct pf_state<C> t = {
+	};
+
+	if (PF_TURNS(C) && wg == 1)
+		pf_turn_give(wg); /* the first warpgroup begins */
+	while (pf_next<C>(p, sm, &w, &it)) {
+		if (!it.r.ok) {
+			pf_store_nan<C>(p, it, wg);
+			continue;
+		}
+		if (it.nr_cta)
+			pf_item_run<C>(p, it, wg, n.kv, n.q++, sm, t);
+		pf_skip<C>(sm, n.kv + it.nr_cta, n.kv + it.nr);
+		n.kv += it.nr;
+	}
+}
+
+#endif /* KVK_ATTN_PREFILL_MATH_CUH */
