@@ -2,8 +2,7 @@
 /*
  * kill -9 of an engine whose step stores on and on, alone and with a forked child that
  * lives on (facts F-exit, F-fork-gpu): no page leaves quarantine before the last store.
- * `kvbench kill` is run as it is; on a GPU with the twenty rounds that docs/performance.md
- * shows.
+ * `kvbench kill` is run as it is; cuda_safety.c runs it on the card.
  */
 #include "tests/ipc/common.h"
 
@@ -37,13 +36,6 @@ KVT_TEST(o19_killed_on_the_cuda_backend)
 {
 	ipc_use_fake_cuda();
 	kill_rounds("--backend cuda --rounds 3");
-}
-
-KVT_TEST_T(o19_killed_under_a_long_kernel_twenty_times, 180)
-{
-	if (access("/dev/nvidiactl", F_OK))
-		KVT_SKIP("no GPU");
-	kill_rounds("--backend cuda --rounds 20");
 }
 
 KVT_MAIN()

@@ -2,8 +2,7 @@
 /*
  * Two engine processes race for the pages of one small pool (tools/kvbench/race.h): every
  * word that a request with a good verdict reads is its own. `kvbench race` is run as it
- * is, on the host backend, over the fake driver, and on a GPU where there is one; its long
- * form, a million re-issues, is in docs/performance.md.
+ * is, on the host backend and over the fake driver; cuda_safety.c runs it on the card.
  */
 #include "tests/ipc/common.h"
 
@@ -122,13 +121,6 @@ KVT_TEST(all_races_on_the_cuda_backend)
 {
 	ipc_use_fake_cuda();
 	expect_clean(race("--backend cuda --reissues 40000"), 40000);
-}
-
-KVT_TEST_T(all_races_on_a_gpu, 120)
-{
-	if (access("/dev/nvidiactl", F_OK))
-		KVT_SKIP("no GPU");
-	expect_clean(race("--backend cuda --reissues 100000"), 100000);
 }
 
 KVT_MAIN()
