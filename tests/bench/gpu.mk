@@ -78,7 +78,7 @@ $(O)/kvmd-gpu.tar.xz: $(GB_FILES) tests/bench/check.sh tools/demo
 	$(Q)for t in $(GB_TESTS:$(O)/%=%); do mkdir -p $(GB)/$${t%/*} && ln -f $(GB)/tests/many $(GB)/$$t; done
 	$(Q)install -m 755 tests/bench/check.sh $(GB)/check
 	$(Q)printf '%s\n' $(patsubst $(O)/%,%,$(GPU_TESTS)) >$(GB)/gpu-tests
-	$(Q)mkdir -p $(GB)/lib $(GB)/tools && cp tools/demo $(GB)/tools/
+	$(Q)rm -rf $(GB)/lib && mkdir -p $(GB)/lib $(GB)/tools && cp tools/demo $(GB)/tools/
 	$(Q)ldd $(GB)/kvmd $(GB)/kvmctl $(GB)/kv-engine $(GB)/tests/many | \
 		awk '$$3 ~ /^\// && $$1 !~ /^(libc|libm|libpthread|libdl|librt)\./ {print $$3}' | sort -u | \
 		xargs -r cp -L -t $(GB)/lib

@@ -22,6 +22,15 @@ struct rig {
 	char dir[1024];
 };
 
+/**
+ * rig_on_cuda() - KVT_BACKEND=cuda: kvmd with --backend cuda, engines on the GPU of this
+ * machine; else both on host memory, on a machine with a GPU, too
+ */
+bool rig_on_cuda(void);
+
+/** rig_size_option() - "--host-bytes" or "--gpu-bytes", as the backend wants it */
+const char *rig_size_option(void);
+
 /** rig_kvmd() - start kvmd; @args NULL-terminated, may be NULL */
 void rig_kvmd(struct rig *rig, const char *const *args);
 
@@ -60,7 +69,8 @@ struct trace {
 struct eng_request *trace_submit(struct eng_engine *e, struct trace *t, const u32 *prompt,
 				 u32 nr_prompt, u32 max_tokens, bool no_prefix);
 
-/** trace_expect_equal() - same tokens from bit-equal logits */
+/** trace_expect_equal() - same tokens from bit-equal logits; on a GPU, where the order of
+ * sums depends on the batch, same tokens */
 void trace_expect_equal(const struct trace *a, const struct trace *b, const char *what);
 
 /** rig_turns() - turn until @r has @nr_tokens tokens or is DONE */

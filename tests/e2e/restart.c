@@ -39,8 +39,9 @@ static void kvmd_again(void)
 		dup2(log, 1);
 		dup2(log, 2);
 		execl(path, path, "--private", rig.kvmd.dir, "--die-with-parent",
-		      "--keeper", "--host-bytes", HOST_BYTES, "--ready-fd", fd_text,
-		      NULL);
+		      "--keeper", "--test-extents", "--backend",
+		      rig_on_cuda() ? "cuda" : "host", rig_size_option(), HOST_BYTES,
+		      "--ready-fd", fd_text, NULL);
 		_exit(127);
 	}
 	close(fds[1]);

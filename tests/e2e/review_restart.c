@@ -29,10 +29,20 @@ static void kvmd_again(const char *check)
 {
 	const char *build = getenv("KV_BUILD");
 	char exe[4096], path[4200], byte, *slash;
-	char *argv[] = {
-		path, "--private",    rig.kvmd.dir, "--die-with-parent", "--ready-fd",
-		"3",  "--host-bytes", HOST_BYTES,   "--check",		 (char *)check,
-		NULL};
+	char *argv[] = {path,
+			"--private",
+			rig.kvmd.dir,
+			"--die-with-parent",
+			"--ready-fd",
+			"3",
+			"--backend",
+			rig_on_cuda() ? "cuda" : "host",
+			"--test-extents",
+			(char *)rig_size_option(),
+			HOST_BYTES,
+			"--check",
+			(char *)check,
+			NULL};
 	posix_spawn_file_actions_t actions;
 	ssize_t n = readlink("/proc/self/exe", exe, sizeof(exe) - 1);
 	int fds[2];

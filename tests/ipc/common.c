@@ -8,7 +8,9 @@
 #include <poll.h>
 #include <stddef.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 
 /* These tests link no engine; this one file of it is all they need. */
@@ -36,6 +38,33 @@ bool ipc_on_cuda(void)
 	return backend && !strcmp(backend, "cuda");
 }
 
+bool ipc_on_card(void)
+{
+	const char *driver = getenv("KVT_DRIVER"), *gpu = getenv("REQUIRE_GPU");
+
+	if (driver && strcmp(driver, "card") && strcmp(driver, "fake"))
+		KVT_FAIL("KVT_DRIVER=%s: card or fake", driver);
+	return driver ? !strcmp(driver, "card") : gpu && !strcmp(gpu, "1");
+}
+
+void ipc_need_fake(void)
+{
+	setenv("KVT_DRIVER", "fake", 1);
+}
+
+void ipc_use_driver(void)
+{
+	if (!ipc_on_card()) {
+		ipc_use_fake_cuda();
+		return;
+	}
+	if (access("/dev/nvidiactl", F_OK))
+		KVT_SKIP("no GPU");
+	unsetenv("KV_CUDA_LIB");
+	unsetenv("KV_NVML_LIB");
+	setenv("CUDA_VISIBLE_DEVICES", "0", 0); /* one kvmd, one GPU */
+}
+
 void ipc_use_fake_cuda(void)
 {
 	KVT_EXPECT_EQ(fake_use("KV_CUDA_LIB", "libcuda.so"), 0);
@@ -48,14 +77,161 @@ void ipc_gpu_context(int ordinal)
 	struct kv_cuda_syms cu;
 	char error[200];
 	kv_cu_device dev;
-	kv_cu_ctx ctx;
+	kv_cu_ctx ctx, now;
 
 	if (kv_cuda_load(&cu, error, sizeof(error)))
 		KVT_FAIL("%s", error);
 	KVT_EXPECT_EQ(cu.init(0), 0);
 	KVT_EXPECT_EQ(cu.device_get(&dev, ordinal), 0);
 	KVT_EXPECT_EQ(cu.ctx_retain(&ctx, dev), 0);
-	KVT_EXPECT_EQ(cu.ctx_push(ctx), 0);
+	KVT_EXPECT_EQ(cu.ctx_current(&now), 0);
+	if (now != ctx)
+		KVT_EXPECT_EQ(cu.ctx_push(ctx), 0);
+}
+
+/* ---------------------------------------------------------------------- the forker */
+
+/*
+ * A child of a process that called cuInit has no driver. So ipc_start() leaves behind a
+ * process that never calls it and forks the children of the case; orders and answers are
+ * single messages on a socket pair. The pipes of the case go along under their numbers.
+ */
+#define FDS_MAX	     16
+#define FD_ELSEWHERE 600 /* where no case has a descriptor */
+
+enum { FORK, WAIT };
+
+struct order {
+	int what;
+	int (*fn)(void *arg);
+	void *arg; /* when @bytes is 0 */
+	pid_t pid;
+	u32 bytes;
+	u32 nr_fds;
+	int numbers[FDS_MAX];
+	_Alignas(16) u8 data[IPC_ARG_BYTES];
+};
+
+static int forker_sock = -1;
+static pid_t forker_owner; /* who may give orders */
+
+static u32 open_pipes(int *ret_fds)
+{
+	struct stat st;
+	u32 nr = 0;
+
+	for (int fd = 3; fd < 256; fd++) {
+		if (fstat(fd, &st) || !S_ISFIFO(st.st_mode))
+			continue;
+		KVT_EXPECT(nr < FDS_MAX);
+		ret_fds[nr++] = fd;
+	}
+	return nr;
+}
+
+static void fd_message(struct msghdr *mh, void *control, size_t room, struct iovec *iov)
+{
+	*mh = (struct msghdr){.msg_iov = iov,
+			      .msg_iovlen = 1,
+			      .msg_control = control,
+			      .msg_controllen = room};
+}
+
+static int forker_ask(struct order *o)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(FDS_MAX * sizeof(int))];
+	} control = {0};
+	struct iovec iov = {o, sizeof(*o)};
+	struct msghdr mh;
+	int answer;
+
+	fflush(stdout);
+	o->nr_fds = o->what == FORK ? open_pipes(o->numbers) : 0;
+	fd_message(&mh, o->nr_fds ? &control : NULL,
+		   o->nr_fds ? CMSG_SPACE(o->nr_fds * sizeof(int)) : 0, &iov);
+	if (o->nr_fds) {
+		struct cmsghdr *cm = CMSG_FIRSTHDR(&mh);
+
+		cm->cmsg_level = SOL_SOCKET;
+		cm->cmsg_type = SCM_RIGHTS;
+		cm->cmsg_len = CMSG_LEN(o->nr_fds * sizeof(int));
+		memcpy(CMSG_DATA(cm), o->numbers, o->nr_fds * sizeof(int));
+	}
+	KVT_EXPECT_EQ(sendmsg(forker_sock, &mh, MSG_NOSIGNAL), sizeof(*o));
+	KVT_EXPECT_EQ(recv(forker_sock, &answer, sizeof(answer), 0), sizeof(answer));
+	return answer;
+}
+
+static void forker_child(struct order *o, const int *fds)
+{
+	int moved[FDS_MAX];
+
+	for (u32 i = 0; i < o->nr_fds; i++)
+		moved[i] = fcntl(fds[i], F_DUPFD, FD_ELSEWHERE);
+	for (u32 i = 0; i < o->nr_fds; i++)
+		close(fds[i]);
+	for (u32 i = 0; i < o->nr_fds; i++) {
+		dup2(moved[i], o->numbers[i]);
+		close(moved[i]);
+	}
+	_exit(o->fn(o->bytes ? o->data : o->arg));
+}
+
+static int forker_serve(int sock)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(FDS_MAX * sizeof(int))];
+	} control;
+	static struct order o;
+	struct iovec iov = {&o, sizeof(o)};
+	int fds[FDS_MAX], answer = 0;
+	struct msghdr mh;
+
+	fd_message(&mh, &control, sizeof(control), &iov);
+	if (recvmsg(sock, &mh, 0) != (ssize_t)sizeof(o))
+		return -1;
+	if (o.nr_fds)
+		memcpy(fds, CMSG_DATA(CMSG_FIRSTHDR(&mh)), o.nr_fds * sizeof(int));
+	if (o.what == FORK) {
+		answer = fork();
+		if (!answer)
+			forker_child(&o, fds);
+	} else if (waitpid(o.pid, &answer, 0) != o.pid) {
+		answer = 255 << 8;
+	}
+	for (u32 i = 0; i < o.nr_fds; i++)
+		close(fds[i]);
+	return send(sock, &answer, sizeof(answer), MSG_NOSIGNAL) == sizeof(answer) ? 0
+										   : -1;
+}
+
+static void forker_start(void)
+{
+	int sv[2], sock;
+	pid_t pid;
+
+	KVT_EXPECT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv), 0);
+	fflush(stdout);
+	pid = fork();
+	KVT_EXPECT(pid >= 0);
+	if (!pid) {
+		sock = fcntl(sv[1], F_DUPFD_CLOEXEC, FD_ELSEWHERE);
+		close(sv[0]);
+		close(sv[1]);
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		while (!forker_serve(sock))
+			;
+		_exit(0);
+	}
+	close(sv[1]);
+	if (forker_sock >= 0)
+		close(forker_sock); /* the one of an earlier kvmd of this case ends */
+	forker_sock = fcntl(sv[0], F_DUPFD_CLOEXEC, FD_ELSEWHERE);
+	close(sv[0]);
+	forker_owner = getpid();
 }
 
 void ipc_start(struct eng_private_kvmd *d, const char *const *args)
@@ -79,7 +255,7 @@ void ipc_start(struct eng_private_kvmd *d, const char *const *args)
 		all[n++] = "256MiB";
 	}
 	if (ipc_on_cuda()) {
-		ipc_use_fake_cuda();
+		ipc_use_driver();
 		all[n++] = "--test-extents";
 		all[n++] = "--backend";
 		all[n++] = "cuda";
@@ -87,6 +263,8 @@ void ipc_start(struct eng_private_kvmd *d, const char *const *args)
 	r = eng_private_kvmd_start(all, d, error, sizeof(error));
 	if (r)
 		KVT_FAIL("%s", error);
+	if (ipc_on_cuda() && ipc_on_card())
+		forker_start();
 }
 
 void ipc_stop(struct eng_private_kvmd *d)
@@ -182,7 +360,7 @@ char *ipc_admin(const struct eng_private_kvmd *d, const char *request)
 	return ret;
 }
 
-pid_t ipc_child(int (*fn)(void *arg), void *arg)
+pid_t ipc_fork(int (*fn)(void *arg), void *arg)
 {
 	pid_t pid;
 
@@ -194,12 +372,98 @@ pid_t ipc_child(int (*fn)(void *arg), void *arg)
 	return pid;
 }
 
+pid_t ipc_child(int (*fn)(void *arg), void *arg)
+{
+	struct order o = {.what = FORK, .fn = fn, .arg = arg};
+
+	return forker_owner == getpid() ? forker_ask(&o) : ipc_fork(fn, arg);
+}
+
+pid_t ipc_child_with(int (*fn)(void *arg), const void *arg, u32 bytes)
+{
+	static struct order o;
+
+	KVT_EXPECT(bytes <= IPC_ARG_BYTES);
+	o = (struct order){.what = FORK, .fn = fn, .bytes = bytes};
+	memcpy(o.data, arg, bytes);
+	return forker_owner == getpid() ? forker_ask(&o) : ipc_fork(fn, o.data);
+}
+
 int ipc_wait(pid_t pid)
 {
+	struct order o = {.what = WAIT, .pid = pid};
 	int status;
 
-	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	if (waitpid(pid, &status, 0) != pid) {
+		KVT_EXPECT(errno == ECHILD && forker_owner == getpid());
+		status = forker_ask(&o);
+	}
 	return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+/* -------------------------------------------------------------------- bytes of pages */
+
+/* The driver's copies where the host has no address for the page. */
+static const struct kv_cuda_syms *copies(struct kvc_pool *pool)
+{
+	static struct kv_cuda_syms cu;
+	struct kvc_pool_info info;
+
+	kvc_pool_get_info(pool, &info);
+	if (info.backend == KV_BACKEND_HOST)
+		return NULL;
+	if (!cu.lib)
+		KVT_EXPECT_EQ(kv_cuda_load(&cu, NULL, 0), 0);
+	return &cu;
+}
+
+static u8 *page_at(struct kvc_pool *pool, u32 pfn, u64 off)
+{
+	u8 *at = kvc_page_addr(pool, pfn);
+
+	if (!at)
+		KVT_FAIL("page %u is not mapped", pfn);
+	return at + off;
+}
+
+void ipc_page_put(struct kvc_pool *pool, u32 pfn, u64 off, const void *src, u64 bytes)
+{
+	const struct kv_cuda_syms *cu = copies(pool);
+	u8 *at = page_at(pool, pfn, off);
+
+	if (!cu)
+		memcpy(at, src, bytes);
+	else
+		KVT_EXPECT_EQ(cu->copy_in((kv_cu_ptr)(uintptr_t)at, src, bytes), 0);
+}
+
+void ipc_page_get(struct kvc_pool *pool, u32 pfn, u64 off, void *dst, u64 bytes)
+{
+	const struct kv_cuda_syms *cu = copies(pool);
+	u8 *at = page_at(pool, pfn, off);
+
+	if (!cu)
+		memcpy(dst, at, bytes);
+	else
+		KVT_EXPECT_EQ(cu->copy_out(dst, (kv_cu_ptr)(uintptr_t)at, bytes), 0);
+}
+
+void ipc_page_fill(struct kvc_pool *pool, u32 pfn, int byte, u64 bytes)
+{
+	u8 *buf = malloc(bytes);
+
+	KVT_EXPECT(buf);
+	memset(buf, byte, bytes);
+	ipc_page_put(pool, pfn, 0, buf, bytes);
+	free(buf);
+}
+
+u8 ipc_page_byte(struct kvc_pool *pool, u32 pfn, u64 off)
+{
+	u8 byte;
+
+	ipc_page_get(pool, pfn, off, &byte, 1);
+	return byte;
 }
 
 /* ----------------------------------------------------------------------------- raw */

@@ -15,14 +15,27 @@
 #include "tests/kvt.h"
 
 /**
- * ipc_on_cuda() - KVT_BACKEND=cuda: the cases run on the cuda backend over the fake driver
- * (tests/fake), so that both backends pass the same tests
+ * ipc_on_cuda() - KVT_BACKEND=cuda: the cases run on the cuda backend, so that both
+ * backends pass the same tests
  */
 bool ipc_on_cuda(void);
+
+/**
+ * ipc_on_card() - the driver is the real one: KVT_DRIVER=card, or REQUIRE_GPU=1 and no
+ * KVT_DRIVER; else the fake one (tests/fake)
+ */
+bool ipc_on_card(void);
+
+/** ipc_need_fake() - first in a case that tells the driver what to do: calls that fail,
+ * many GPUs, a slow start. It runs over the fake driver, on a machine with a GPU as well */
+void ipc_need_fake(void);
 
 /** ipc_use_fake_cuda() - kvmd and this process load the fake driver; a context that kvmd
  * makes aborts it */
 void ipc_use_fake_cuda(void);
+
+/** ipc_use_driver() - the fake driver, or the GPU of this machine (ipc_on_card()) */
+void ipc_use_driver(void);
 
 /** ipc_gpu_context() - what an engine has done before it opens a pool: a current context */
 void ipc_gpu_context(int ordinal);
@@ -54,10 +67,26 @@ struct kvc_pool *ipc_pool(struct kvc *c);
 /** ipc_admin() - one request to the admin socket; @ret is the reply's text, malloc'ed */
 char *ipc_admin(const struct eng_private_kvmd *d, const char *request);
 
-/** ipc_child() - fork a process that runs @fn before it connects; it exits with its
- * result */
+/**
+ * ipc_child() - a process that runs @fn and exits with its result
+ * @arg: a number or NULL; ipc_child_with() copies @bytes of it, at most IPC_ARG_BYTES
+ *
+ * It has what there was at the end of ipc_start(), and the pipes that are open now. A
+ * child of a process that called cuInit has no driver, so on a GPU these are forked by a
+ * process that never does. ipc_fork() is a fork of this very process.
+ */
+#define IPC_ARG_BYTES 256
 pid_t ipc_child(int (*fn)(void *arg), void *arg);
+pid_t ipc_child_with(int (*fn)(void *arg), const void *arg, u32 bytes);
+pid_t ipc_fork(int (*fn)(void *arg), void *arg);
 int ipc_wait(pid_t pid);
+
+/** ipc_page_put(), ipc_page_get(), ipc_page_fill() - bytes of a page, wherever they are;
+ * the caller is in a step */
+void ipc_page_put(struct kvc_pool *pool, u32 pfn, u64 off, const void *src, u64 bytes);
+void ipc_page_get(struct kvc_pool *pool, u32 pfn, u64 off, void *dst, u64 bytes);
+void ipc_page_fill(struct kvc_pool *pool, u32 pfn, int byte, u64 bytes);
+u8 ipc_page_byte(struct kvc_pool *pool, u32 pfn, u64 off);
 
 /* ------------------------------------------------------------------------ raw
  * connections */

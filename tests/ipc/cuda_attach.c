@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Two engines share pages on a GPU: on the card where there is one, else over the fake
- * driver. Bytes are reached by the driver's copies only, engines are forked before anybody
- * calls cuInit, so that the same cases run on both.
+ * Two engines share pages on a GPU, or over the fake driver (KVT_DRIVER). Bytes are reached
+ * by the driver's copies only, engines are forked before anybody calls cuInit.
  */
 #include "tests/ipc/common.h"
 
@@ -14,22 +13,14 @@
 static struct eng_private_kvmd kvmd;
 static struct kv_cuda_syms cu;
 
-static bool real_gpu(void)
-{
-	return !access("/dev/nvidiactl", F_OK);
-}
-
 static void start(void)
 {
 	static const char *const args[] = {"--backend", "cuda", "--gpu-bytes", "256MiB",
 					   NULL};
 	char error[512];
 
-	if (real_gpu())
-		setenv("CUDA_VISIBLE_DEVICES", "0", 0); /* one kvmd, one GPU */
-	else
-		ipc_use_fake_cuda();
-	KVT_NOTE("on %s", real_gpu() ? "the card" : "the fake driver");
+	ipc_use_driver();
+	KVT_NOTE("on %s", ipc_on_card() ? "the card" : "the fake driver");
 	if (eng_private_kvmd_start(args, &kvmd, error, sizeof(error)))
 		KVT_FAIL("%s", error);
 }

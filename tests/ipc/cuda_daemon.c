@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kvmd on the cuda backend, over the fake driver: which memory it chooses and says so,
+ * kvmd on the cuda backend, mostly over the fake driver: which memory it chooses and says so,
  * what waits for cuInit, GPUs by UUID. A raw client looks at each message.
  */
 #include "tests/ipc/common.h"
+
+#include "base/nvml_syms.h"
 
 static struct eng_private_kvmd kvmd;
 static struct ipc_raw raw;
@@ -13,6 +15,7 @@ static struct ipc_raw raw;
 
 static void start_cuda(const char *const *args)
 {
+	ipc_need_fake();
 	setenv("KVT_BACKEND", "cuda", 1);
 	ipc_start(&kvmd, args);
 }
@@ -211,10 +214,92 @@ KVT_TEST(kvmd_makes_no_context)
 	ipc_stop(&kvmd);
 }
 
+/* An engine as any: a context, the pool mapped, 64 pages. */
+static int engine_waits(void *arg)
+{
+	struct kv_grant pages[64];
+	struct kvc *c = ipc_connect(&kvmd);
+	struct kvc_pool *pool = ipc_pool(c);
+
+	for (int i = 0; i < 5000; i++) { /* KV_PENDING while cuInit runs in kvmd */
+		if (!kvc_alloc(pool, 64, KV_GFP_NOWAIT, pages))
+			break;
+		usleep(1000);
+	}
+	if (!kvc_page_addr(pool, pages[63].pfn) || write((int)(intptr_t)arg, "x", 1) != 1)
+		return 1;
+	for (;;)
+		pause();
+}
+
+static double status_number(const char *field)
+{
+	char *status = ipc_admin(&kvmd, "{\"op\":\"status\"}");
+	char *at = strstr(status, field);
+	double v;
+
+	KVT_EXPECT(at);
+	v = strtod(at + strlen(field), NULL);
+	free(status);
+	return v;
+}
+
+/* What nvidia-smi shows for @pid. Return: bytes; -1 it is not listed. */
+static double nvml_bytes(pid_t pid)
+{
+	char *status = ipc_admin(&kvmd, "{\"op\":\"status\"}"), uuid[41];
+	struct kv_nv_process procs[512];
+	unsigned count = KV_ARRAY_SIZE(procs);
+	struct kv_nvml_syms nv;
+	char error[160];
+	kv_nv_device dev;
+
+	KVT_EXPECT(strstr(status, "GPU-"));
+	snprintf(uuid, sizeof(uuid), "%s", strstr(status, "GPU-"));
+	free(status);
+	if (kv_nvml_load(&nv, error, sizeof(error)))
+		KVT_FAIL("%s", error);
+	KVT_EXPECT_EQ(nv.init(), 0);
+	KVT_EXPECT_EQ(nv.by_uuid(uuid, &dev), 0);
+	KVT_EXPECT_EQ(nv.processes(dev, &count, procs), 0);
+	for (unsigned i = 0; i < count; i++)
+		if (procs[i].pid == (unsigned)pid)
+			return (double)procs[i].used_bytes;
+	return -1;
+}
+
+/* facts F-ctx: cuInit alone costs no memory of the GPU, a context 0.5 GB. */
+KVT_TEST(nvml_attributes_to_kvmd_no_more_than_its_extents)
+{
+	double kvmd_bytes, engine_bytes, extents;
+	pid_t engine;
+	int fds[2];
+	char byte;
+
+	setenv("KVT_BACKEND", "cuda", 1);
+	ipc_start(&kvmd, NULL);
+	KVT_EXPECT_EQ(pipe(fds), 0);
+	engine = ipc_child(engine_waits, (void *)(intptr_t)fds[1]);
+	KVT_EXPECT_EQ(read(fds[0], &byte, 1), 1);
+	extents = status_number("\"extent_bytes\":");
+	kvmd_bytes = nvml_bytes(kvmd.pid);
+	engine_bytes = nvml_bytes(engine);
+	KVT_NOTE("extents %.1f MB; NVML: kvmd %.1f MB, engine %.1f MB (-1: not listed)",
+		 extents / 1e6, kvmd_bytes < 0 ? -1 : kvmd_bytes / 1e6,
+		 engine_bytes < 0 ? -1 : engine_bytes / 1e6);
+	KVT_EXPECT(extents > 0);
+	KVT_EXPECT(engine_bytes >= 0); /* else the list says nothing */
+	KVT_EXPECT(kvmd_bytes <= extents);
+	kill(engine, SIGKILL);
+	ipc_wait(engine);
+	ipc_stop(&kvmd);
+}
+
 /* The driver's threads must not be given what the loop waits for. */
 static void expect_orderly_end(int sig)
 {
-	start_cuda(NULL);
+	setenv("KVT_BACKEND", "cuda", 1);
+	ipc_start(&kvmd, NULL);
 	expect_within(status_has("\"state\":\"ready\""), 10000);
 	kill(kvmd.pid, SIGHUP); /* without --config: a line in the log, no more */
 	usleep(20000);

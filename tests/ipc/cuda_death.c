@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * P8 on a GPU: an engine that dies in a step keeps its pages in quarantine until pidfd and
- * NVML together prove that its work has ended. Fake driver and fake NVML.
+ * NVML together prove that its work has ended. On a GPU, or over fake driver and NVML.
  */
 #include "tests/ipc/common.h"
 
@@ -76,7 +76,7 @@ static pid_t victim(struct victim *v)
 	pid_t pid;
 
 	KVT_EXPECT_EQ(pipe(v->ready), 0);
-	pid = ipc_child(victim_run, v);
+	pid = ipc_child_with(victim_run, v, sizeof(*v));
 	close(v->ready[1]);
 	if (read(v->ready[0], &v->child_pid, sizeof(pid)) != sizeof(pid))
 		KVT_FAIL("victim: exit %d", ipc_wait(pid));
@@ -173,6 +173,7 @@ KVT_TEST(process_that_nvml_never_listed_is_not_proven)
 	struct victim v = {.in_step = true};
 	pid_t pid;
 
+	ipc_need_fake();
 	setenv("FAKE_NVML_BLIND", "1", 1);
 	start();
 	pid = victim(&v);
@@ -187,6 +188,7 @@ KVT_TEST(client_of_mps_is_not_proven)
 	struct victim v = {.in_step = true};
 	pid_t pid;
 
+	ipc_need_fake();
 	setenv("FAKE_NVML_MPS", "1", 1);
 	start();
 	pid = victim(&v);
@@ -218,6 +220,7 @@ KVT_TEST(without_nvml_nothing_is_proven)
 {
 	pid_t pid = fork();
 
+	ipc_need_fake();
 	if (!pid) {
 		setenv("FAKE_NVML_FAIL", "nvmlInit_v2:9", 1);
 		without_nvml();

@@ -2,7 +2,8 @@
 /*
  * The other programs of this directory a second time, on the cuda backend: outcomes and
  * semantics are those of the host backend. One case each; its notes are the failing cases
- * of that program. KVT_BACKEND is read by common.c.
+ * of that program. KVT_BACKEND is read by common.c, and KVT_DRIVER: over the fake driver, or
+ * on a GPU.
  */
 #include "tests/ipc/common.h"
 
@@ -21,7 +22,7 @@ static void run_on_cuda(const char *program)
 	in = popen(path, "r");
 	KVT_EXPECT(in);
 	while (fgets(line, sizeof(line), in)) {
-		passed += !strncmp(line, "ok ", 3);
+		passed += !strncmp(line, "ok ", 3) && !strstr(line, "# SKIP");
 		if (!strncmp(line, "not ok", 6) || line[0] == '#')
 			printf("# %s: %s", program, line);
 	}
@@ -54,6 +55,16 @@ KVT_TEST_T(share_on_cuda, 120)
 KVT_TEST_T(death_on_cuda, 120)
 {
 	run_on_cuda("death");
+}
+
+KVT_TEST_T(restart_on_cuda, 120)
+{
+	run_on_cuda("restart");
+}
+
+KVT_TEST_T(restart_crash_on_cuda, 120)
+{
+	run_on_cuda("restart_crash");
 }
 
 KVT_MAIN()

@@ -102,7 +102,7 @@ static int victim_run(void *arg)
 	reached(v, STOP_STEP_BEGUN);
 	kvc_step_launched(step);
 	for (u32 i = 0; i < 72; i++)
-		memset(kvc_page_addr(p, pages[i].pfn), 0xcc, 4096);
+		ipc_page_fill(p, pages[i].pfn, 0xcc, 4096);
 	reached(v, STOP_IN_STEP);
 	kvc_step_retire(step);
 	reached(v, STOP_STEP_RETIRED);
@@ -130,7 +130,7 @@ static pid_t victim_at(enum stop_at at, u32 seed)
 
 	KVT_EXPECT_EQ(pipe(fds), 0);
 	v.ready = fds[1];
-	pid = ipc_child(victim_run, &v);
+	pid = ipc_child_with(victim_run, &v, sizeof(v));
 	close(fds[1]);
 	if (read(fds[0], &byte, 1) != 1)
 		KVT_FAIL("victim did not reach \"%s\": exit %d", stop_names[at],
@@ -279,8 +279,7 @@ static int engine_with_helper(void *arg)
 
 	if (kvc_alloc(p, 16, KV_GFP_NOWAIT, pages))
 		return 2;
-	ipc_child(sleep_as_child,
-		  NULL); /* inherits everything that is not close-on-exec */
+	ipc_fork(sleep_as_child, NULL); /* inherits all that is not close-on-exec */
 	_exit(0);
 }
 
@@ -311,7 +310,7 @@ KVT_TEST(o09_child_is_not_its_parent)
 	struct kv_grant g;
 
 	start();
-	KVT_EXPECT_EQ(ipc_wait(ipc_child(speak_as_child, NULL)), 0);
+	KVT_EXPECT_EQ(ipc_wait(ipc_fork(speak_as_child, NULL)), 0);
 	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &g), 0);
 	stop();
 }
@@ -372,7 +371,7 @@ KVT_TEST(kvmd_killed_and_started_again)
 	KVT_EXPECT_EQ(kvc_step_begin(c, &step), 0);
 	KVT_EXPECT_EQ(kvc_step_check(step, pool, &q, 1, &v), 0);
 	KVT_EXPECT(kv_verdict_ok(v, kvc_step_number(step), 1));
-	memset(kvc_page_addr(pool, before[0].pfn), 1, 4096);
+	ipc_page_fill(pool, before[0].pfn, 1, 4096);
 	kvc_step_retire(step);
 	restart(&old);
 	r = kvc_alloc(pool, 70, KV_GFP_NOWAIT, after);

@@ -43,7 +43,7 @@ static struct kv_verdict write_pages(const struct kv_grant *pages, u32 nr, u8 by
 	KVT_EXPECT_EQ(kvc_step_rows(step, pool, rows, nr), 0);
 	KVT_EXPECT_EQ(kvc_step_check(step, pool, &q, 1, &v), 0);
 	for (u32 i = 0; i < nr && !v.bits; i++)
-		memset(kvc_page_addr(pool, pages[i].pfn), byte, kv_page_bytes(&layout));
+		ipc_page_fill(pool, pages[i].pfn, byte, kv_page_bytes(&layout));
 	kvc_step_retire(step);
 	return v;
 }
@@ -141,18 +141,16 @@ KVT_TEST(o22_page_of_a_running_step_is_not_given_out)
 		.rows = &row, .nonce = 1, .nr_rows = 1, .length = 1};
 	struct kvc_step *step;
 	struct kv_verdict v;
-	volatile u8 *bytes;
 
 	start(NULL);
 	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &page), 0);
 	row = kv_row_make(page.pfn, page.tag, KV_ROW_WRITE, 1, 0);
 	KVT_EXPECT_EQ(kvc_step_begin(c, &step), 0);
 	KVT_EXPECT_EQ(kvc_step_check(step, pool, &q, 1, &v), 0);
-	bytes = kvc_page_addr(pool, page.pfn);
 	KVT_EXPECT_EQ(kvc_free(pool, &page, 1), 0);
 	KVT_EXPECT_EQ(kvc_flush(c), KV_BUSY);
 	for (u32 round = 0; round < 50; round++) {
-		bytes[0] = (u8)round; /* the late writer */
+		ipc_page_fill(pool, page.pfn, (int)round, 1); /* the late writer */
 		KVT_EXPECT_EQ(kvc_alloc(pool, 64, KV_GFP_NOWAIT, other), 0);
 		for (u32 i = 0; i < 64; i++)
 			KVT_EXPECT(other[i].pfn != page.pfn);

@@ -141,7 +141,7 @@ KVT_TEST(sessions_that_died_meanwhile_are_reaped)
 
 	start();
 	KVT_EXPECT_EQ(pipe(fds), 0);
-	pid = ipc_child(dying_client, fds);
+	pid = ipc_child_with(dying_client, fds, sizeof(fds));
 	KVT_EXPECT_EQ(read(fds[0], &byte, 1), 1);
 	c1 = ipc_connect(&kvmd);
 	p1 = ipc_pool(c1);
@@ -150,7 +150,11 @@ KVT_TEST(sessions_that_died_meanwhile_are_reaped)
 	kill(pid, SIGKILL);
 	ipc_wait(pid);
 	again();
-	expect_within(stat_of(p1).nr_active == 0 && stat_of(p1).nr_quarantine == 0, 1000);
+	/* It was in a step. This kvmd never saw it in NVML's list, so on a GPU nothing
+	 * proves that its work has ended. */
+	expect_within(stat_of(p1).nr_active == 0 &&
+			      stat_of(p1).nr_quarantine == (ipc_on_cuda() ? 32 : 0),
+		      1000);
 	kvc_close(c1);
 	ipc_stop(&kvmd);
 }
@@ -202,7 +206,7 @@ KVT_TEST(cookie_of_another_process_is_refused)
 	KVT_EXPECT(!resumed);
 	kill_kvmd();
 	again();
-	KVT_EXPECT_EQ(ipc_wait(ipc_child(steal, &t)), 0);
+	KVT_EXPECT_EQ(ipc_wait(ipc_child_with(steal, &t, sizeof(t))), 0);
 	KVT_EXPECT_EQ(hello_with(&late, t.cookie, &resumed), t.client_id);
 	KVT_EXPECT(resumed);
 	KVT_EXPECT(hello_with(&late, t.cookie, &resumed) != t.client_id);

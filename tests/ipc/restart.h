@@ -39,8 +39,9 @@ static inline void again_with(const char *faults)
 		dup2(log, 2);
 		close(fds[0]);
 		execl(path, path, "--private", kvmd.dir, "--die-with-parent", "--keeper",
-		      "--host-bytes", host_bytes, "--faults", faults, "--ready-fd",
-		      fd_text, NULL);
+		      "--backend", ipc_on_cuda() ? "cuda" : "host",
+		      ipc_on_cuda() ? "--gpu-bytes" : "--host-bytes", host_bytes,
+		      "--test-extents", "--faults", faults, "--ready-fd", fd_text, NULL);
 		_exit(127);
 	}
 	close(fds[1]);
@@ -132,20 +133,24 @@ static inline void tokens_of(u32 seed, u32 *ret, u32 pages)
 
 static inline void fill(struct kvc_pool *pool, u32 pfn, u32 seed)
 {
-	u32 *p = kvc_page_addr(pool, pfn);
+	u32 p[1024];
 
 	for (u32 i = 0; i < 1024; i++)
 		p[i] = seed * 2654435761u + i;
+	ipc_page_put(pool, pfn, 0, p, sizeof(p));
 }
 
 static inline bool filled(struct kvc_pool *pool, u32 pfn, u32 seed)
 {
-	const u32 *p = kvc_page_addr(pool, pfn);
+	u32 p[1024];
 
-	for (u32 i = 0; p && i < 1024; i++)
+	if (!kvc_page_addr(pool, pfn))
+		return false;
+	ipc_page_get(pool, pfn, 0, p, sizeof(p));
+	for (u32 i = 0; i < 1024; i++)
 		if (p[i] != seed * 2654435761u + i)
 			return false;
-	return p != NULL;
+	return true;
 }
 
 /* Does a step still find the page to be the one it was given? */

@@ -307,6 +307,8 @@ static struct kvc *connect_patiently(void)
 	struct kvc *c;
 	int r = -1;
 
+	if (ipc_on_cuda())
+		ipc_gpu_context(0);
 	for (int i = 0; i < 500 && r; i++) {
 		r = kvc_open(&opt, &c);
 		if (r)

@@ -83,8 +83,7 @@ static int sealer(void *arg)
 		return 1;
 	step = checked_step(c, pool, pages, SHARED, KV_ROW_WRITE, rows, &v);
 	for (u32 i = 0; i < SHARED; i++)
-		memset(kvc_page_addr(pool, pages[i].pfn), (int)(i + 1),
-		       kv_page_bytes(&layout));
+		ipc_page_fill(pool, pages[i].pfn, (int)(i + 1), kv_page_bytes(&layout));
 	kvc_step_retire(step);
 	for (u32 i = 0; i < SHARED * KV_PAGE_TOKENS; i++)
 		tokens[i] = 3 * i + 1;
@@ -115,12 +114,11 @@ static int finder(void *arg)
 	for (u32 i = 0; i < SHARED; i++)
 		pages[i] = hits[i].grant;
 	step = checked_step(c, pool, pages, SHARED, 0, rows, &v);
-	for (u32 i = 0; i < SHARED; i++) {
-		const u8 *p = kvc_page_addr(pool, pages[i].pfn);
-
-		if (p[0] != i + 1 || p[kv_page_bytes(&layout) - 1] != i + 1)
+	for (u32 i = 0; i < SHARED; i++)
+		if (ipc_page_byte(pool, pages[i].pfn, 0) != i + 1 ||
+		    ipc_page_byte(pool, pages[i].pfn, kv_page_bytes(&layout) - 1) !=
+			    i + 1)
 			return 2;
-	}
 	kvc_step_retire(step);
 	if (kvc_unpin(pool, pages, SHARED) || kvc_flush(c))
 		return 3;
@@ -281,17 +279,26 @@ static int nan_writer(void *arg)
 		return 1;
 	step = checked_step(c, pool, pages, 32, KV_ROW_WRITE, rows, &v);
 	for (u32 i = 0; i < 32; i++)
-		memset(kvc_page_addr(pool, pages[i].pfn), 0xff, kv_page_bytes(&layout));
+		ipc_page_fill(pool, pages[i].pfn, 0xff, kv_page_bytes(&layout));
 	kvc_step_retire(step);
 	kvc_close(c);
 	return 0;
 }
 
-static void host_pages(struct kvc_pool *pool, struct kvk_pages *ret)
+/* A pool of one page in host memory: a copy of @page, which the host kernels know as
+ * page 0; on the host backend they get the pool itself. */
+static void host_pages(struct kvc_pool *pool, struct kv_grant page, u8 *copy,
+		       struct kvk_pages *ret, struct kv_row *row)
 {
 	struct kvc_pool_info info;
 
 	kvc_pool_get_info(pool, &info);
+	if (info.backend != KV_BACKEND_HOST) {
+		ipc_page_get(pool, page.pfn, 0, copy, kv_page_bytes(&info.layout));
+		info.base = copy;
+		info.geometry.nr_pages = 1;
+		row->pfn = 0;
+	}
 	*ret = (struct kvk_pages){.base = info.base,
 				  .geometry = info.geometry,
 				  .layout = info.layout,
@@ -319,6 +326,8 @@ static bool attend(struct kvc *c, struct kvc_pool *pool, struct kv_grant page,
 	struct kv_row row;
 	u64 number;
 	bool finite = true;
+	struct kv_layout layout = ipc_layout();
+	u8 *copy = malloc(kv_page_bytes(&layout));
 
 	for (u32 i = 0; i < O34_TOKENS * 2 * 64; i++) {
 		(&k[0][0][0])[i] = kvt_randf();
@@ -328,7 +337,7 @@ static bool attend(struct kvc *c, struct kvc_pool *pool, struct kv_grant page,
 		(&q[0][0])[i] = kvt_randf();
 	step = checked_step(c, pool, &page, 1, KV_ROW_WRITE, &row, &verdict);
 	number = kvc_step_number(step);
-	host_pages(pool, &append.pages);
+	host_pages(pool, page, copy, &append.pages, &row);
 	append.batch = (struct kvk_batch){.rows = &row,
 					  .row_start = row_start,
 					  .lengths = &length,
@@ -349,7 +358,10 @@ static bool attend(struct kvc *c, struct kvc_pool *pool, struct kv_grant page,
 	attn.batch.nr_tokens = 1;
 	attn.batch.q_len_max = 1;
 	KVT_EXPECT_EQ(ops->attn_gqa(&attn, NULL), 0);
+	if (append.pages.base == copy)
+		ipc_page_put(pool, page.pfn, 0, copy, kv_page_bytes(&layout));
 	kvc_step_retire(step);
+	free(copy);
 	for (u32 i = 0; i < 4 * 64; i++)
 		finite &= isfinite((&out[0][0])[i]);
 	return finite;
@@ -358,9 +370,10 @@ static bool attend(struct kvc *c, struct kvc_pool *pool, struct kv_grant page,
 static u32 nan_bytes_in_tail(struct kvc_pool *pool, struct kv_grant page)
 {
 	struct kv_layout l = ipc_layout();
-	const u8 *bytes = kvc_page_addr(pool, page.pfn);
+	u8 *bytes = malloc(kv_page_bytes(&l));
 	u32 found = 0;
 
+	ipc_page_get(pool, page.pfn, 0, bytes, kv_page_bytes(&l));
 	for (u32 head = 0; head < l.nr_kv_heads; head++)
 		for (u32 is_v = 0; is_v < 2; is_v++)
 			for (u32 slot = O34_TOKENS; slot < KV_PAGE_TOKENS; slot++)
@@ -368,6 +381,7 @@ static u32 nan_bytes_in_tail(struct kvc_pool *pool, struct kv_grant page)
 					found += (bytes[kv_gqa_off(&l, head, is_v, slot) +
 							i] &
 						  0x7f) == 0x7f;
+	free(bytes);
 	return found;
 }
 
@@ -461,7 +475,7 @@ KVT_TEST(o40_shrinking_pool_waits_for_the_step)
 	KVT_EXPECT(removed > 0);
 	for (u32 i = 0; i < 100; i++) { /* the kernel that still writes */
 		for (u32 k = 0; k < nr; k++)
-			*(volatile u8 *)kvc_page_addr(pool, pages[k].pfn) = 1;
+			ipc_page_fill(pool, pages[k].pfn, 1, 1);
 		kvc_dispatch(c, on_event, NULL);
 		usleep(500);
 	}
@@ -487,6 +501,7 @@ static int marker(void *arg)
 	struct kvc_pool *pool = ipc_pool(c);
 	struct kv_layout layout = ipc_layout();
 	u64 bytes = kv_page_bytes(&layout);
+	u8 *p = malloc(bytes);
 
 	for (u32 round = 0; round < RACE_STEPS; round++) {
 		struct kv_grant pages[16];
@@ -503,12 +518,11 @@ static int marker(void *arg)
 		}
 		step = checked_step(c, pool, pages, 16, KV_ROW_WRITE, rows, &v);
 		for (u32 i = 0; i < 16; i++)
-			memset(kvc_page_addr(pool, pages[i].pfn), mark, bytes);
+			ipc_page_fill(pool, pages[i].pfn, mark, bytes);
 		kvc_step_retire(step);
 		step = checked_step(c, pool, pages, 16, 0, rows, &v);
 		for (u32 i = 0; i < 16; i++) {
-			const u8 *p = kvc_page_addr(pool, pages[i].pfn);
-
+			ipc_page_get(pool, pages[i].pfn, 0, p, bytes);
 			for (u64 k = 0; k < bytes; k += 509)
 				if (p[k] != mark)
 					return 2;
@@ -517,7 +531,7 @@ static int marker(void *arg)
 		if (kvc_free(pool, pages, 16))
 			return 3;
 		for (u32 i = 0; i < 16; i++)
-			if (*(volatile u8 *)kvc_page_addr(pool, pages[i].pfn) != mark)
+			if (ipc_page_byte(pool, pages[i].pfn, 0) != mark)
 				return 4;
 		kvc_step_retire(step);
 	}
