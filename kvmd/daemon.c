@@ -116,9 +116,6 @@ static int core_start(struct kvd *kvd, const struct kvd_config *config, char *er
 	struct kvd_core_config cfg;
 	int r;
 
-	r = kvd_memory_open(kvd, config, error);
-	if (r)
-		return r;
 	kvd->env = kvd_state_env(&kvd->state);
 	kvd_gen_source_init(&kvd->gens, &kvd->env,
 			    kvd->state.saved[KVD_SAVED_GENERATION]);
@@ -141,7 +138,6 @@ static int core_start(struct kvd *kvd, const struct kvd_config *config, char *er
 	r = kvd_core_init(&kvd->core, &cfg);
 	if (r) {
 		snprintf(error, KVD_CONFIG_ERROR_BYTES, "core: %s", strerror(-r));
-		kvd_memory_close(kvd);
 		return r;
 	}
 	kvd_core_now(&kvd->core, kvd->now_ns);
@@ -195,6 +191,7 @@ static void kvd_prepare(struct kvd *kvd, const struct kvd_options *opt)
 	kvd->tick_ns = kvd->now_ns + KVD_TICK_NS;
 	kvd->core_next_ns = KVD_CORE_IDLE;
 	kvd->proof.next_ns = ~0ull;
+	kvd->moving.next_ns = ~0ull;
 	kvd->next_client_id = 1;
 	kvd->spins = may_spin(kvd);
 	list_init(&kvd->conns);
@@ -218,12 +215,20 @@ static int doors_open(struct kvd *kvd, char *error)
 /* The core, on what may have outlived an earlier kvmd. */
 static int core_take(struct kvd *kvd, const struct kvd_config *config, char *error)
 {
-	int r = kvd_kept_start(kvd, error);
+	int r = kvd_memory_open(kvd, config, error);
 
+	if (r)
+		return r;
+	/* Legacy memory dies with the mover, which dies with kvmd: nothing to keep. */
+	if (kvd->memory.kind == KV_BACKEND_CUDA_LEGACY)
+		kvd->opt.keeper = false;
+	r = kvd_kept_start(kvd, error);
 	if (!r)
 		r = core_start(kvd, config, error);
-	if (r)
+	if (r) {
 		kvd_kept_stop(kvd, !kvd->kept.found);
+		kvd_memory_close(kvd);
+	}
 	return r;
 }
 
@@ -265,6 +270,8 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	r = kvd_kept_adopt(kvd, error);
 	if (!r)
 		r = kvd_policy_apply(kvd, config, error, &deferred);
+	if (!r)
+		r = kvd_moving_open(kvd, 0, -1);
 	if (r)
 		goto fini_core;
 	r = doors_open(kvd, error);
@@ -279,6 +286,7 @@ fini_core:
 	 * ends now, and the keeper has everything. */
 	if (kvd->kept.found)
 		goto free_config;
+	kvd_moving_close(kvd);
 	kvd_core_fini(&kvd->core);
 	kvd_memory_close(kvd);
 	kvd_kept_stop(kvd, true);
@@ -329,6 +337,7 @@ static void tick(struct kvd *kvd)
 	kvd->tick_ns = kvd->now_ns + KVD_TICK_NS;
 	kvd_conn_tick(kvd);
 	kvd_policy_sweep(kvd);
+	kvd_moving_tick(kvd);
 	kvd_kept_tick(kvd);
 	audit_tick(kvd);
 	if (!kvd->core.mm.draining_bytes)
@@ -344,8 +353,8 @@ static void tick(struct kvd *kvd)
 /* 0: there is work now. */
 static u64 next_deadline(struct kvd *kvd)
 {
-	u64 deadline =
-		KV_MIN(KV_MIN(kvd->tick_ns, kvd->core_next_ns), kvd->proof.next_ns);
+	u64 deadline = KV_MIN(KV_MIN(kvd->tick_ns, kvd->core_next_ns),
+			      KV_MIN(kvd->proof.next_ns, kvd->moving.next_ns));
 
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns)
 		return 0;
@@ -396,6 +405,7 @@ int kvd_turn(struct kvd *kvd)
 		kvd->last_entry_ns = kvd->now_ns;
 	kvd_serve_hashing(kvd);
 	kvd_proof_turn(kvd);
+	kvd_moving_turn(kvd);
 	kvd->core_next_ns = kvd_core_run(&kvd->core);
 	if (kvd->requests.nr_parked)
 		kvd_serve_parked(kvd);
@@ -473,6 +483,8 @@ int kvd_reload(struct kvd *kvd, char *error, u32 *ret_deferred)
 	if (!r)
 		r = restart_needed(kvd, config, error);
 	if (!r)
+		r = kvd_memory_domains(kvd, config, error);
+	if (!r)
 		r = kvd_policy_apply(kvd, config, error, ret_deferred);
 	if (!r) {
 		kvd->core.mm.stall_ns = config->stall_ms * KV_NSEC_PER_MSEC;
@@ -498,6 +510,7 @@ void kvd_fini(struct kvd *kvd)
 	kvd_admin_fini(kvd);
 	list_for_each_entry_safe (conn, tmp, &kvd->conns, node)
 		kvd_conn_end(conn, 0, "kvmd ends");
+	kvd_moving_close(kvd);
 	/* Reaps what still had a step in flight: with the daemon its tables are over as
 	 * well. */
 	kvd_core_fini(&kvd->core);

@@ -17,6 +17,7 @@
 #include "kvmd/ipc/kept.h"
 #include "kvmd/ipc/listen.h"
 #include "kvmd/ipc/loop.h"
+#include "kvmd/ipc/moving.h"
 #include "kvmd/ipc/optable.h"
 #include "kvmd/ipc/proof.h"
 #include "kvmd/ipc/request.h"
@@ -48,6 +49,7 @@
  * @force_epoll: do not use io_uring
  * @ready_fd: gets "ready\n" when serving; -1 none
  * @keeper: keep state in a keeper; @keeper_die_with: pid it ends with, 0 none
+ * @mover_program: started as the mover; NULL: this program
  * @faults: fault points to arm; NULL none, and the admin socket may not arm any
  */
 struct kvd_options {
@@ -70,6 +72,7 @@ struct kvd_options {
 	bool keeper;
 	int keeper_die_with;
 	const char *faults;
+	const char *mover_program;
 };
 
 /**
@@ -81,6 +84,7 @@ struct kvd_options {
  * @backend: owner
  * @memory: how @backend was chosen, and its start
  * @proof: of the end of dead processes' GPU work
+ * @moving: the mover
  * @core: page state
  * @loop: owner
  * @engine_listen, @admin_listen: sockets
@@ -96,6 +100,7 @@ struct kvd_options {
  * @last_entry_ns: when the last ring entry was served
  * @spins: spinning is allowed
  * @upgrade: stop, and leave everything to a new program
+ * @again: stop, and start anew with nothing: the memory is lost
  * @draining_ns: since when extents have waited for sessions to unmap them; 0 = none does
  * @pages_freed: a parked ALLOC may succeed now
  * @msg_buf: KV_MSG_BYTES_MAX bytes for receiving
@@ -113,6 +118,7 @@ struct kvd {
 	struct kvd_backend *backend;
 	struct kvd_memory memory;
 	struct kvd_proof proof;
+	struct kvd_moving moving;
 	struct kvd_core core;
 	struct kvd_loop *loop;
 	struct kvd_listen engine_listen;
@@ -139,6 +145,7 @@ struct kvd {
 	bool pages_freed;
 	bool stop;
 	bool upgrade;
+	bool again;
 	u8 *msg_buf;
 	u64 audit_errors;
 	u64 audit_sweeps;

@@ -33,9 +33,11 @@ static const char usage_text[] =
 	"      --keeper             state outlives kill -9: in a keeper process [on]\n"
 	"      --no-keeper          it does not [with --private]\n"
 	"      --private DIR        all of it in DIR, for the caller's uid only\n"
-	"      --backend NAME       auto, host or cuda: where page memory comes from; auto\n"
-	"                           takes the GPU if there is one and host memory is not\n"
-	"                           asked for by --host-bytes [auto]\n"
+	"      --backend NAME       auto, host, cuda or cuda-legacy: where page memory comes\n"
+	"                           from; auto takes the GPU if there is one and host memory\n"
+	"                           is not asked for by --host-bytes. cuda-legacy: where\n"
+	"                           memory cannot be exported as a descriptor; one domain,\n"
+	"                           and nothing outlives kvmd [auto]\n"
 	"      --host-bytes SIZE    most memory of the host backend, like 4GiB\n"
 	"      --gpu GPU-UUID       the GPU to serve, where there are several\n"
 	"      --gpu-bytes SIZE     most memory of the GPU for pages [90 % of it]\n"
@@ -150,6 +152,7 @@ static int set_backend(struct kvd_options *opt, const char *value)
 		[KVD_BACKEND_AUTO] = "auto",
 		[KVD_BACKEND_HOST] = "host",
 		[KVD_BACKEND_CUDA] = "cuda",
+		[KVD_BACKEND_CUDA_LEGACY] = "cuda-legacy",
 	};
 
 	for (int i = 0; i < (int)KV_ARRAY_SIZE(names); i++) {
@@ -158,7 +161,7 @@ static int set_backend(struct kvd_options *opt, const char *value)
 			return 0;
 		}
 	}
-	return bad("--backend", value, "must be auto, host or cuda");
+	return bad("--backend", value, "must be auto, host, cuda or cuda-legacy");
 }
 
 /* An option of a memory that was excluded would be ignored without a word. */
@@ -166,7 +169,9 @@ static int check_backend(const struct kvd_options *opt)
 {
 	bool gpu = opt->gpu_named || opt->gpu_bytes;
 
-	if (opt->backend == KVD_BACKEND_CUDA && opt->host_bytes)
+	if ((opt->backend == KVD_BACKEND_CUDA ||
+	     opt->backend == KVD_BACKEND_CUDA_LEGACY) &&
+	    opt->host_bytes)
 		return bad("--host-bytes", "SIZE", "does not go with --backend cuda");
 	if (gpu && (opt->backend == KVD_BACKEND_HOST || opt->host_bytes))
 		return bad(opt->gpu_named ? "--gpu" : "--gpu-bytes", "",
@@ -389,7 +394,7 @@ int main(int argc, char **argv)
 	}
 	r = kvd_run(&kvd);
 	kvd_fini(&kvd);
-	if (!r && kvd.upgrade)
+	if (!r && (kvd.upgrade || kvd.again))
 		r = exec_again(argv);
 	if (r)
 		fprintf(stderr, "kvmd: event loop: %s\n", strerror(-r));

@@ -24,7 +24,7 @@
 
 static bool is_cuda(const struct kvd *kvd)
 {
-	return kvd->memory.kind == KV_BACKEND_CUDA;
+	return kvd->memory.kind != KV_BACKEND_HOST;
 }
 
 /* -------------------------------------------------------------------- UUIDs */
@@ -75,18 +75,19 @@ static int open_host(struct kvd *kvd, const struct kvd_config *config)
 	return kvd_host_create(kvd->opt.host_bytes, config->extent_bytes, &kvd->backend);
 }
 
-static int open_cuda(struct kvd *kvd, const struct kvd_config *config)
+static int open_cuda(struct kvd *kvd, const struct kvd_config *config, bool legacy)
 {
 	struct kvd_cuda_params params = {
 		.uuid = kvd->opt.gpu_named ? kvd->opt.gpu_uuid : NULL,
 		.capacity_bytes = kvd->opt.gpu_bytes,
 		.extent_bytes = config->extent_bytes,
 		.small_extents = kvd->opt.test_extents,
+		.legacy = legacy,
 	};
 
 	if (!params.capacity_bytes)
 		params.capacity_bytes = kvd->opt.gpu_bytes = config->gpu_bytes;
-	kvd->memory.kind = KV_BACKEND_CUDA;
+	kvd->memory.kind = legacy ? KV_BACKEND_CUDA_LEGACY : KV_BACKEND_CUDA;
 	kvd->memory.since_ns = kvd->now_ns;
 	return kvd_cuda_create(&params, &kvd->backend);
 }
@@ -97,8 +98,46 @@ static bool gpu_on_host(void)
 	return !access("/proc/driver/nvidia/version", F_OK);
 }
 
+int kvd_memory_domains(const struct kvd *kvd, const struct kvd_config *config,
+		       char *error)
+{
+	if (kvd->memory.kind != KV_BACKEND_CUDA_LEGACY || config->nr_domains <= 1 ||
+	    KV_MUTANT(legacy_any_domains))
+		return 0;
+	snprintf(
+		error, KVD_CONFIG_ERROR_BYTES,
+		"domains: %u: backend cuda-legacy serves one domain only, because a handle "
+		"opens in any process",
+		config->nr_domains);
+	return -EINVAL;
+}
+
+/* Loud: it promises less. Return: 0; -ENODEV use host memory */
+static int auto_legacy(struct kvd *kvd, const struct kvd_config *config)
+{
+	struct kvd_memory *m = &kvd->memory;
+	char text[KVD_CONFIG_ERROR_BYTES];
+
+	snprintf(m->fault, sizeof(m->fault), "%s", kvd_cuda_error(kvd->backend));
+	snprintf(m->why, sizeof(m->why), "auto: %.150s", m->fault);
+	kvd_cuda_destroy(kvd->backend);
+	kvd->backend = NULL;
+	if (open_cuda(kvd, config, true))
+		return -ENODEV;
+	if (!kvd_memory_domains(kvd, config, text)) {
+		kvd_warn("memory", "%s: falling back to cuda-legacy, which isolates less",
+			 m->fault);
+		m->fault[0] = 0;
+		return 0;
+	}
+	snprintf(m->fault, sizeof(m->fault), "%.200s", text);
+	kvd_cuda_destroy(kvd->backend);
+	kvd->backend = NULL;
+	return -ENODEV;
+}
+
 /* Return: 0 keep it; -ENODEV use host memory, @why (and fault) say why. */
-static int auto_wait(struct kvd *kvd)
+static int auto_wait(struct kvd *kvd, const struct kvd_config *config)
 {
 	struct kvd_memory *m = &kvd->memory;
 	struct pollfd p = {.fd = kvd_cuda_event_fd(kvd->backend), .events = POLLIN};
@@ -113,6 +152,8 @@ static int auto_wait(struct kvd *kvd)
 				 : "loads and has not answered yet");
 		return 0;
 	}
+	if (kvd_cuda_no_export(kvd->backend))
+		return auto_legacy(kvd, config);
 	text = kvd_cuda_error(kvd->backend);
 	snprintf(m->why, sizeof(m->why), "auto: %.170s", text);
 	if (!kvd_cuda_no_device(kvd->backend) || gpu_on_host())
@@ -134,8 +175,8 @@ static int open_auto(struct kvd *kvd, const struct kvd_config *config)
 	}
 	r = kvd_cuda_probe(text, sizeof(text));
 	if (!r)
-		r = open_cuda(kvd, config);
-	if (!r && !auto_wait(kvd))
+		r = open_cuda(kvd, config, false);
+	if (!r && !auto_wait(kvd, config))
 		return 0;
 	if (!m->why[0])
 		snprintf(m->why, sizeof(m->why), "auto: %.170s",
@@ -146,25 +187,40 @@ static int open_auto(struct kvd *kvd, const struct kvd_config *config)
 	return open_host(kvd, config);
 }
 
-int kvd_memory_open(struct kvd *kvd, const struct kvd_config *config, char *error)
+static int open_named(struct kvd *kvd, const struct kvd_config *config, bool legacy,
+		      char *error)
 {
 	struct kvd_memory *m = &kvd->memory;
 	char text[160] = "";
 	int r;
+
+	snprintf(m->why, sizeof(m->why), "--backend cuda%s", legacy ? "-legacy" : "");
+	r = kvd_cuda_probe(text, sizeof(text));
+	if (!r)
+		r = open_cuda(kvd, config, legacy);
+	if (r) {
+		snprintf(error, KVD_CONFIG_ERROR_BYTES, "%s: %s", m->why,
+			 text[0] ? text : strerror(-r));
+		return r;
+	}
+	r = kvd_memory_domains(kvd, config, error);
+	if (r)
+		kvd_memory_close(kvd);
+	return r;
+}
+
+int kvd_memory_open(struct kvd *kvd, const struct kvd_config *config, char *error)
+{
+	struct kvd_memory *m = &kvd->memory;
 
 	switch (kvd->opt.backend) {
 	case KVD_BACKEND_HOST:
 		strcpy(m->why, "--backend host");
 		return open_host(kvd, config);
 	case KVD_BACKEND_CUDA:
-		strcpy(m->why, "--backend cuda");
-		r = kvd_cuda_probe(text, sizeof(text));
-		if (!r)
-			r = open_cuda(kvd, config);
-		if (r)
-			snprintf(error, KVD_CONFIG_ERROR_BYTES, "--backend cuda: %s",
-				 text[0] ? text : strerror(-r));
-		return r;
+		return open_named(kvd, config, false, error);
+	case KVD_BACKEND_CUDA_LEGACY:
+		return open_named(kvd, config, true, error);
 	case KVD_BACKEND_AUTO:
 		break;
 	}

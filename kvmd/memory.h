@@ -19,7 +19,12 @@ struct kvd_config;
 
 #define KVD_UUID_TEXT 48u /* "GPU-" and 36 characters */
 
-enum kvd_backend_choice { KVD_BACKEND_AUTO, KVD_BACKEND_HOST, KVD_BACKEND_CUDA };
+enum kvd_backend_choice {
+	KVD_BACKEND_AUTO,
+	KVD_BACKEND_HOST,
+	KVD_BACKEND_CUDA,
+	KVD_BACKEND_CUDA_LEGACY,
+};
 
 /**
  * struct kvd_memory - the backend's beginning
@@ -43,11 +48,18 @@ struct kvd_memory {
  * @error: KVD_CONFIG_ERROR_BYTES
  *
  * auto takes the GPU when the driver loads and has a device, else host memory; it waits
- * for cuInit to know. An explicit cuda does not wait.
+ * for cuInit to know. An explicit cuda does not wait. cuda-legacy is for devices that do
+ * not export memory by descriptor; its state does not outlive kvmd, so no keeper is used.
  *
- * Return: 0; -ENOENT, -ENOSYS cuda was asked for and there is no driver; -ENOMEM; -EMFILE.
+ * Return: 0; -ENOENT, -ENOSYS cuda was asked for and there is no driver; -EINVAL
+ *	cuda-legacy with several domains; -ENOMEM; -EMFILE.
  */
 int kvd_memory_open(struct kvd *kvd, const struct kvd_config *config, char *error);
+
+/** kvd_memory_domains() - may the memory serve these domains? @error names the field.
+ * Return: 0; -EINVAL */
+int kvd_memory_domains(const struct kvd *kvd, const struct kvd_config *config,
+		       char *error);
 
 /** kvd_memory_watch() - act when the GPU has started. Return: 0; -errno */
 int kvd_memory_watch(struct kvd *kvd);

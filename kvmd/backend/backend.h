@@ -12,6 +12,8 @@
 #ifndef KVD_BACKEND_H
 #define KVD_BACKEND_H
 
+#include <stdbool.h>
+
 #include "base/assert.h"
 #include "base/util.h"
 #include "kv/abi.h"
@@ -78,6 +80,13 @@ struct kvd_backend_ops {
 struct kvd_backend {
 	const struct kvd_backend_ops *ops;
 };
+
+/* A pool is one extent, there from its first opening to its last closing: its address is
+ * not ours to choose. */
+static inline bool kvd_backend_one_extent(const struct kvd_backend_limits *limits)
+{
+	return limits->kind == KV_BACKEND_CUDA_LEGACY;
+}
 
 static inline void kvd_backend_check(const struct kvd_backend *be)
 {

@@ -38,7 +38,9 @@
  * @uuid: wanted
  * @device: driver's ordinal for the GPU in this process
  * @info, @capacity_bytes, @error, @result: written by the start thread before @state
+ * @no_export: as @error
  * @event_fd: written once by the start thread
+ * @legacy: of cuda-legacy
  */
 struct cuda {
 	struct kvd_backend be;
@@ -53,6 +55,9 @@ struct cuda {
 	u64 capacity_bytes;
 	u64 extent_bytes;
 	bool small_extents;
+	bool is_legacy;
+	bool no_export;
+	struct kvd_legacy legacy;
 	u64 used_bytes;
 	u64 nr_made;
 	int event_fd;
@@ -158,6 +163,7 @@ static int check_abilities(struct cuda *cuda)
 			continue;
 		snprintf(cuda->error, sizeof(cuda->error), "%s lacks %s", cuda->info.name,
 			 needed[i].name);
+		cuda->no_export = true;
 		return -EOPNOTSUPP;
 	}
 	return 0;
@@ -175,14 +181,14 @@ static int start(struct cuda *cuda)
 	err = find_device(cuda);
 	if (!err)
 		err = read_info(cuda);
-	if (!err)
+	if (!err && !cuda->is_legacy)
 		err = check_abilities(cuda);
 	if (KV_MUTANT(context_in_kvmd)) {
 		kv_cu_ctx ctx;
 
 		cuda->cu.ctx_retain(&ctx, cuda->device);
 	}
-	if (err)
+	if (err || cuda->is_legacy)
 		return err;
 	prop = alloc_prop(cuda);
 	r = cuda->cu.mem_granularity(&granularity, &prop, KV_CU_RECOMMENDED);
@@ -236,7 +242,7 @@ static int cuda_extent_alloc(struct kvd_backend *be, u64 size_bytes,
 	int fd, r;
 
 	kv_assert(size_bytes && size_bytes % EXTENT_ALIGN_BYTES == 0);
-	kv_assert(size_bytes <= EXTENT_MAX_BYTES);
+	kv_assert(size_bytes <= EXTENT_MAX_BYTES || cuda->is_legacy);
 	switch (kvd_cuda_state(be)) {
 	case KVD_CUDA_STARTING:
 		return -EAGAIN;
@@ -247,6 +253,12 @@ static int cuda_extent_alloc(struct kvd_backend *be, u64 size_bytes,
 	}
 	if (cuda->used_bytes + size_bytes > cuda->capacity_bytes)
 		return -ENOMEM;
+	if (cuda->is_legacy) {
+		r = kvd_legacy_alloc(&cuda->legacy, size_bytes, ret_handle);
+		if (!r)
+			cuda->used_bytes += size_bytes;
+		return r;
+	}
 	prop = alloc_prop(cuda);
 	cr = kvd_fault(KVD_FAULT_extent_alloc)
 		     ? 2
@@ -286,25 +298,34 @@ static void cuda_extent_free(struct kvd_backend *be, struct kvd_extent_handle *h
 	struct cuda *cuda = cuda_of(be);
 
 	kv_assert(handle->fd >= 0 && cuda->used_bytes >= size_bytes);
+	cuda->used_bytes -= size_bytes;
+	if (cuda->is_legacy) {
+		kvd_legacy_free(&cuda->legacy, handle);
+		return;
+	}
 	close(handle->fd);
 	handle->fd = -1;
-	cuda->used_bytes -= size_bytes;
 }
 
 static void cuda_limits(struct kvd_backend *be, struct kvd_backend_limits *ret_limits)
 {
 	const struct cuda *cuda = cuda_of(be);
 	u64 least = cuda->small_extents ? EXTENT_ALIGN_BYTES : EXTENT_MIN_BYTES;
-	u64 fixed = cuda->extent_bytes;
+	u64 capacity = kvd_cuda_state(be) == KVD_CUDA_READY ? cuda->capacity_bytes
+							    : cuda->want_bytes;
+	u64 most = EXTENT_MAX_BYTES, fixed = cuda->extent_bytes;
 
+	/* In this range there is an extent of a power of two pages that wastes little. */
+	if (cuda->is_legacy) {
+		most = capacity;
+		least = KV_MAX(least, capacity / 2 & ~(EXTENT_ALIGN_BYTES - 1));
+	}
 	*ret_limits = (struct kvd_backend_limits){
-		.kind = KV_BACKEND_CUDA,
+		.kind = cuda->is_legacy ? KV_BACKEND_CUDA_LEGACY : KV_BACKEND_CUDA,
 		.extent_min_bytes = fixed ? fixed : least,
-		.extent_max_bytes = fixed ? fixed : EXTENT_MAX_BYTES,
+		.extent_max_bytes = fixed ? fixed : most,
 		.extent_align_bytes = EXTENT_ALIGN_BYTES,
-		.capacity_bytes = kvd_cuda_state(be) == KVD_CUDA_READY
-					  ? cuda->capacity_bytes
-					  : cuda->want_bytes,
+		.capacity_bytes = capacity,
 	};
 }
 
@@ -313,6 +334,13 @@ static const struct kvd_backend_ops cuda_ops = {
 	.extent_alloc = cuda_extent_alloc,
 	.extent_free = cuda_extent_free,
 	.extent_adopt = cuda_extent_adopt,
+	.limits = cuda_limits,
+};
+
+static const struct kvd_backend_ops legacy_ops = {
+	.name = "cuda-legacy",
+	.extent_alloc = cuda_extent_alloc,
+	.extent_free = cuda_extent_free,
 	.limits = cuda_limits,
 };
 
@@ -334,7 +362,8 @@ int kvd_cuda_create(const struct kvd_cuda_params *params,
 
 	if (!cuda)
 		return -ENOMEM;
-	cuda->be.ops = &cuda_ops;
+	cuda->be.ops = params->legacy ? &legacy_ops : &cuda_ops;
+	cuda->is_legacy = params->legacy;
 	cuda->want_bytes = params->capacity_bytes & ~(EXTENT_ALIGN_BYTES - 1);
 	cuda->extent_bytes = params->extent_bytes;
 	cuda->small_extents = params->small_extents;
@@ -372,6 +401,7 @@ void kvd_cuda_destroy(struct kvd_backend *backend)
 	cuda = cuda_of(backend);
 	kv_assert(!cuda->used_bytes);
 	pthread_join(cuda->thread, NULL);
+	kvd_legacy_fini(&cuda->legacy);
 	close(cuda->event_fd);
 	/* The driver stays loaded: it has threads of its own after cuInit. */
 	free(cuda);
@@ -403,6 +433,25 @@ bool kvd_cuda_no_device(const struct kvd_backend *backend)
 {
 	return kvd_cuda_state(backend) == KVD_CUDA_FAILED &&
 	       kv_cuda_errno(cuda_of(backend)->result) == -ENODEV;
+}
+
+bool kvd_cuda_no_export(const struct kvd_backend *backend)
+{
+	return kvd_cuda_state(backend) == KVD_CUDA_FAILED && cuda_of(backend)->no_export;
+}
+
+void kvd_cuda_legacy_source(struct kvd_backend *backend,
+			    const struct kvd_legacy_source *source)
+{
+	cuda_of(backend)->legacy.source = *source;
+}
+
+void kvd_cuda_legacy_alloced(struct kvd_backend *backend, u64 id, int result,
+			     const u8 *handle)
+{
+	struct cuda *cuda = cuda_of(backend);
+
+	kvd_legacy_alloced(&cuda->legacy, cuda->info.uuid, id, result, handle);
 }
 
 u64 kvd_cuda_used(const struct kvd_backend *backend)

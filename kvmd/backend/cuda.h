@@ -6,6 +6,7 @@
 #include <stdbool.h>
 
 #include "kvmd/backend/backend.h"
+#include "kvmd/backend/legacy.h"
 
 /** enum kvd_cuda_state - cuInit takes 0.2 s and runs beside the loop */
 enum kvd_cuda_state {
@@ -30,12 +31,16 @@ int kvd_cuda_probe(char *error, size_t error_bytes);
  * the device's memory, asked for when the driver is up
  * @extent_bytes: size of every extent; 0 = the core chooses one for each layout
  * @small_extents: from 2 MiB on, as the host backend has them (tests)
+ * @legacy: extents by handles, see legacy.h. A pool is one extent, because a handle opens
+ *	where the driver wants it: between half of the capacity and all of it, or
+ *	@extent_bytes where several pools are to share the GPU
  */
 struct kvd_cuda_params {
 	const u8 *uuid;
 	u64 capacity_bytes;
 	u64 extent_bytes;
 	bool small_extents;
+	bool legacy;
 };
 
 #define KVD_CUDA_SHARE 90
@@ -77,6 +82,18 @@ const struct kvd_cuda_info *kvd_cuda_get_info(const struct kvd_backend *backend)
 
 /** kvd_cuda_error() - one line when FAILED, else "" */
 const char *kvd_cuda_error(const struct kvd_backend *backend);
+
+/** kvd_cuda_no_export() - FAILED because the device does not export memory by descriptor;
+ * cuda-legacy may work */
+bool kvd_cuda_no_export(const struct kvd_backend *backend);
+
+/** kvd_cuda_legacy_source() - who makes the memory of cuda-legacy, once */
+void kvd_cuda_legacy_source(struct kvd_backend *backend,
+			    const struct kvd_legacy_source *source);
+
+/** kvd_cuda_legacy_alloced() - the source's answer; @handle: 64 bytes when @result is 0 */
+void kvd_cuda_legacy_alloced(struct kvd_backend *backend, u64 id, int result,
+			     const u8 *handle);
 
 /** kvd_cuda_no_device() - FAILED because no GPU is here, not because one is out of order */
 bool kvd_cuda_no_device(const struct kvd_backend *backend);

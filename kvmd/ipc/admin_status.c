@@ -146,6 +146,18 @@ static void reasons_gpu(struct kvd *kvd, cJSON *reasons)
 		       (unsigned long long)((kvd->now_ns - m->since_ns) / 1000000));
 }
 
+static void reasons_mover(struct kvd *kvd, cJSON *reasons)
+{
+	const char *code, *text = kvd_moving_reason(kvd, &code);
+
+	if (text)
+		reason(reasons, code, "%s", text);
+	if (kvd->memory.kind == KV_BACKEND_CUDA_LEGACY)
+		reason(reasons, "LEGACY_ISOLATION",
+		       "cuda-legacy: one domain only, a handle opens until its memory is "
+		       "freed, and every page is lost with kvmd or its mover");
+}
+
 static void reasons_all(struct kvd *kvd, cJSON *reasons)
 {
 	const struct kvd_incident *last;
@@ -162,6 +174,7 @@ static void reasons_all(struct kvd *kvd, cJSON *reasons)
 	if (kvd->opt.faults)
 		reason(reasons, "FAULTS_ARMED", "--faults %s", kvd->opt.faults);
 	reasons_gpu(kvd, reasons);
+	reasons_mover(kvd, reasons);
 	if (kvd->kept.image && kvd->kept.keep.fd < 0)
 		reason(reasons, "NO_KEEPER",
 		       "the keeper is gone and cannot be replaced: a kill -9 loses "
@@ -274,6 +287,7 @@ int kvd_admin_status(struct kvd_admin_call *call)
 	cJSON_AddStringToObject(out, "backend", kvd->backend->ops->name);
 	cJSON_AddStringToObject(out, "backend_why", kvd->memory.why);
 	add_gpu(kvd, out);
+	kvd_moving_status(kvd, out);
 	cJSON_AddStringToObject(out, "loop", kvd_loop_engine(kvd->loop));
 	cJSON_AddStringToObject(out, "check", checks[kvd->config.check]);
 	cJSON_AddBoolToObject(out, "spin", kvd->spins);

@@ -90,6 +90,10 @@ static void notify_extent_added(void *arg, struct kvd_session *s, struct kvd_poo
 {
 	struct kvd_conn *conn = s->owner;
 
+	/* A POOL_OPEN that is held for it tells it itself, after its reply. */
+	if (conn->held && conn->session &&
+	    !(conn->told >> (kvd_session_attach(s, pool->id) - s->attach) & 1))
+		return;
 	if (!conn->opening)
 		kvd_event_extent_added(conn, pool, index);
 }

@@ -306,8 +306,32 @@ static u32 attach_nr_given(const struct kvd_attach *a)
 	return nr;
 }
 
-static void pool_open(struct kvd_conn *conn, const struct kv_msg_pool_open *msg,
-		      const float *scales)
+/* Where a pool is one extent, it is there before anybody has the pool. Return: 0;
+ * KV_PENDING; -ENOMEM */
+static int pool_extent(struct kvd_conn *conn, const struct kvd_attach *a, char *error)
+{
+	int r;
+
+	if (!kvd_backend_one_extent(&conn->kvd->core.mm.limits) ||
+	    a->pool->nr_live_extents)
+		return 0;
+	conn->opening = true;
+	r = kvd_extent_grow(a->pool);
+	conn->opening = false;
+	if (!r || r == KV_PENDING)
+		return r;
+	snprintf(
+		error, 128,
+		"no room for the pool's extent of %llu MiB (%s); \"pool\": {\"extent\": ...} "
+		"makes them smaller",
+		(unsigned long long)(a->pool->geo.extent_bytes >> 20),
+		r > 0 ? kv_outcome_str(r) : strerror(-r));
+	return r > 0 ? -ENOMEM : r;
+}
+
+/* Return: 0 replied; KV_PENDING: ask again when there is memory */
+static int pool_open(struct kvd_conn *conn, const struct kv_msg_pool_open *msg,
+		     const float *scales)
 {
 	struct kvd_session *s = conn->session;
 	struct kv_msg_pool_reply reply;
@@ -324,6 +348,13 @@ static void pool_open(struct kvd_conn *conn, const struct kv_msg_pool_open *msg,
 		reply.result = kvd_session_open_pool(s, &msg->layout, scales, &a, &why);
 		conn->opening = false;
 	}
+	if (!reply.result) {
+		reply.result = pool_extent(conn, a, reply.error);
+		if (reply.result == KV_PENDING)
+			return KV_PENDING;
+		if (reply.result && !(conn->told >> (a - s->attach) & 1))
+			kvd_session_close_pool(s, a->pool->id);
+	}
 	if (reply.result) {
 		memcpy(reply.field, why.field, sizeof(reply.field));
 		if (!reply.error[0])
@@ -332,7 +363,7 @@ static void pool_open(struct kvd_conn *conn, const struct kv_msg_pool_open *msg,
 		kvd_info("ipc/pool", "client %llu: POOL_OPEN refused: %s",
 			 (unsigned long long)conn->client_id, reply.error);
 		pool_reply_send(conn, &reply, -1);
-		return;
+		return 0;
 	}
 	reply.pool_id = a->pool->id;
 	reply.fingerprint = a->pool->fingerprint;
@@ -358,6 +389,7 @@ static void pool_open(struct kvd_conn *conn, const struct kv_msg_pool_open *msg,
 		conn->leases_pfn = 0;
 		kvd_conn_leases(conn);
 	}
+	return 0;
 }
 
 static int pool_close(struct kvd_conn *conn, const struct kv_msg_pool_close *msg,
@@ -405,10 +437,10 @@ int kvd_pool_message(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes,
 	    bytes != sizeof(*open_msg) + open_msg->layout.nr_scales * sizeof(float))
 		return -EPROTO;
 	r = kvd_memory_check(conn->kvd, open_msg->gpu_uuid, error);
-	if (r == -EAGAIN || (!r && kvd_proof_wait(conn))) {
+	if (r == -EAGAIN || (!r && kvd_proof_wait(conn)) ||
+	    pool_open(conn, open_msg, (const float *)(open_msg + 1))) {
 		*ret_why = "no memory to hold a POOL_OPEN";
 		return kvd_conn_hold(conn, msg, bytes) ? -EPROTO : 0;
 	}
-	pool_open(conn, open_msg, (const float *)(open_msg + 1));
 	return 0;
 }

@@ -74,6 +74,7 @@ static void answer_ready(void *arg, u32 events)
 		return;
 	if (proof->last.result && proof->last.result != had)
 		kvd_warn("ipc/proof", "%s", proof->last.error);
+	kvd_moving_answer(kvd, &proof->last);
 	list_for_each_entry_safe (conn, tmp, &kvd->conns, node) {
 		look_at_conn(conn, &proof->last);
 		kvd_conn_unhold(conn); /* is held again if it waits for a later one */
@@ -85,8 +86,7 @@ static void answer_ready(void *arg, u32 events)
 								   : EXIT_POLL_NS));
 }
 
-/* Return: the question's number; 0 it cannot be asked. */
-static u64 ask(struct kvd *kvd)
+u64 kvd_proof_ask(struct kvd *kvd)
 {
 	struct kvd_proof *proof = &kvd->proof;
 	char text[KVD_UUID_TEXT];
@@ -115,7 +115,7 @@ bool kvd_proof_wait(struct kvd_conn *conn)
 	if (kvd->memory.kind == KV_BACKEND_HOST)
 		return false;
 	if (!p->wait_ns) {
-		p->since = ask(kvd);
+		p->since = kvd_proof_ask(kvd);
 		p->hold_ns = kvd->now_ns + KVD_PROOF_WAIT_NS;
 		p->wait_ns = SEEN_POLL_NS;
 		p->due_ns = kvd->now_ns + SEEN_POLL_NS;
@@ -140,7 +140,7 @@ void kvd_proof_exited(struct kvd_conn *conn)
 		return;
 	}
 	conn->proof.exited = true;
-	conn->proof.after = ask(kvd);
+	conn->proof.after = kvd_proof_ask(kvd);
 	if (!conn->proof.after) {
 		conn->proof.after = ~0ull; /* no proof yet; the next turn asks again */
 		due(kvd, kvd->now_ns + SEEN_POLL_NS);
@@ -174,7 +174,7 @@ void kvd_proof_turn(struct kvd *kvd)
 	}
 	if (!wanted)
 		return;
-	number = ask(kvd);
+	number = kvd_proof_ask(kvd);
 	list_for_each_entry (conn, &kvd->conns, node) {
 		if (number && conn->proof.exited && conn->proof.after == ~0ull)
 			conn->proof.after = number;

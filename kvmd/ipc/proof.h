@@ -73,6 +73,9 @@ bool kvd_proof_wait(struct kvd_conn *conn);
 /** kvd_proof_exited() - the pidfd of an ended session is readable. It may be reaped here */
 void kvd_proof_exited(struct kvd_conn *conn);
 
+/** kvd_proof_ask() - for the mover. Return: the question's number; 0: it cannot be asked */
+u64 kvd_proof_ask(struct kvd *kvd);
+
 /** kvd_proof_turn() - ask what is due */
 void kvd_proof_turn(struct kvd *kvd);
 

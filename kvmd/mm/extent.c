@@ -47,6 +47,8 @@ int kvd_geometry_choose(u64 stride_bytes, const struct kvd_backend_limits *limit
 	ret->extent_bytes = best_bytes;
 	ret->stride_bytes = stride_bytes;
 	ret->shift = best_shift;
+	if (kvd_backend_one_extent(limits))
+		nr_pages = 1ull << best_shift;
 	ret->nr_pages = (u32)KV_MIN(nr_pages, (1ull << 31));
 	return 0;
 }
@@ -240,6 +242,9 @@ int kvd_extent_shrink(struct kvd_pool *pool, u32 index)
 	struct kvd_extent *e = &pool->extents[index];
 
 	kv_assert(index < pool->nr_extents && e->state == KVD_EXTENT_LIVE);
+	/* Its sessions take their addresses from the one that is there. */
+	if (kvd_backend_one_extent(&pool->mm->limits) && pool->nr_sessions)
+		return KV_BUSY;
 	/* A poisoned page goes with its extent. */
 	if (e->nr_free != nr && e->nr_free + extent_poisoned(pool, index) != nr)
 		return KV_BUSY;

@@ -72,7 +72,8 @@ int kvd_extent_grow(struct kvd_pool *pool);
 /**
  * kvd_extent_shrink() - start to take back an extent whose pages are all FREE
  *
- * Return: 0; KV_BUSY: a page of it is not FREE.
+ * Return: 0; KV_BUSY: a page of it is not FREE, or it is the one of a pool in use
+ *	(kvd_backend_one_extent()).
  */
 int kvd_extent_shrink(struct kvd_pool *pool, u32 index);
 

@@ -359,6 +359,8 @@ bool kvd_grace_advance(struct kvd_mm *mm)
 		struct kvd_reader_group *group = b->pool->group;
 		u64 quiet;
 
+		if (g->held && b->kind == KVD_BATCH_QUARANTINE)
+			continue;
 		if (group->scanned != g->scans) {
 			group->scanned = g->scans;
 			group_scan(mm, group);

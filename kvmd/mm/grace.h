@@ -119,6 +119,7 @@ struct kvd_batch_set {
  * @waiting: advanced, oldest first
  * @nr_pages: pages in @open and @waiting, by kind
  * @scans: counts scans
+ * @held: nothing leaves quarantine: a mover of an earlier kvmd may still write there
  */
 struct kvd_grace {
 	u64 epoch;
@@ -127,6 +128,7 @@ struct kvd_grace {
 	struct list_node waiting;
 	u32 nr_pages[KVD_BATCH_KINDS];
 	u64 scans;
+	bool held;
 };
 
 /**

@@ -103,6 +103,17 @@ void kvd_mover_extent_drop(struct kvd_mover *m, u32 pool_id, u32 index, u64 seri
 	mover_extent_unmap(m, e);
 }
 
+void kvd_mover_extents_idle(struct kvd_mover *m, u64 before_ns)
+{
+	for (u32 i = 0; m->nr_extents && i < m->extents_used; i++) {
+		struct mover_extent *e = &m->extents[i];
+
+		if (e->name.bytes && !e->nr_runs && e->used_ns < before_ns)
+			kvd_mover_extent_drop(m, e->name.pool_id, e->name.index,
+					      e->name.serial);
+	}
+}
+
 /* The process that had them is gone, and so are its mappings. */
 void mover_extents_forget(struct kvd_mover *m)
 {

@@ -66,7 +66,7 @@ static void release(struct kvd_mover *m)
 	close_fd(&m->pidfd);
 	m->pid = 0;
 	m->sq_tail = m->cq_head = 0;
-	m->listed = m->was_ready = m->resend = false;
+	m->listed = m->was_ready = m->resend = m->adopted = false;
 	m->owns = m->alloc_sent = false;
 }
 
@@ -191,7 +191,7 @@ void mover_start(struct kvd_mover *m, u64 now_ns)
 	}
 	r = watch(m, m->pidfd, TAG_PID);
 	if (!r)
-		r = m->ops.keep(m->ops.arg, m->pid, m->pidfd, false);
+		r = m->ops.keep(m->ops.arg, m->pid, m->pidfd, KVD_MOVER_FRESH);
 	if (!r)
 		r = say_hello(m);
 	if (r) {
@@ -228,10 +228,27 @@ static void heard_ready(struct kvd_mover *m, const struct kvd_mv_msg *msg)
 		return;
 	}
 	m->was_ready = true;
-	if (m->params.backend == KV_BACKEND_HOST)
-		m->state = KVD_MOVER_READY;
-	else
+	if (m->params.backend != KV_BACKEND_HOST) {
 		m->ops.started(m->ops.arg);
+		return;
+	}
+	kvd_mover_listed(m, true); /* on host memory the pidfd is the proof */
+}
+
+void kvd_mover_set_gpu(struct kvd_mover *m, const u8 *gpu_uuid)
+{
+	memcpy(m->params.gpu_uuid, gpu_uuid, sizeof(m->params.gpu_uuid));
+}
+
+int kvd_mover_keep_again(struct kvd_mover *m)
+{
+	enum kvd_mover_kept how = m->listed ? KVD_MOVER_LISTED : KVD_MOVER_UNLISTED;
+
+	if (!m->pid)
+		return 0;
+	if (m->state == KVD_MOVER_STARTING || (m->adopted && !m->had_jobs))
+		how = KVD_MOVER_FRESH;
+	return m->ops.keep(m->ops.arg, m->pid, m->pidfd, how);
 }
 
 void kvd_mover_listed(struct kvd_mover *m, bool listed)
@@ -239,7 +256,8 @@ void kvd_mover_listed(struct kvd_mover *m, bool listed)
 	if (m->state != KVD_MOVER_STARTING || !m->was_ready)
 		return;
 	m->listed = listed;
-	if (listed && m->ops.keep(m->ops.arg, m->pid, m->pidfd, true)) {
+	if (m->ops.keep(m->ops.arg, m->pid, m->pidfd,
+			listed ? KVD_MOVER_LISTED : KVD_MOVER_UNLISTED)) {
 		mover_kill(m, "the keeper does not take it");
 		return;
 	}
@@ -317,17 +335,17 @@ void mover_kill(struct kvd_mover *m, const char *why)
 void kvd_mover_ended(struct kvd_mover *m)
 {
 	u64 now_ns = kv_now_ns();
-	bool was_ready = m->was_ready;
+	bool started = m->was_ready || m->adopted;
 	int result = m->start_result ? m->start_result : -EPIPE;
 
 	if (m->state != KVD_MOVER_ENDING)
 		return;
 	m->stats.unproven = 0;
 	m->ending_ns = 0;
-	m->ops.keep(m->ops.arg, m->pid, -1, false);
+	m->ops.keep(m->ops.arg, m->pid, -1, KVD_MOVER_FRESH);
 	release(m);
 	mover_jobs_fail(m, &m->handed, -EPIPE);
-	if (!was_ready && m->start_result != -ESRCH) {
+	if (!started) {
 		start_failed(m, result, now_ns);
 		return;
 	}
@@ -350,7 +368,7 @@ static void exited(struct kvd_mover *m)
 	if (m->state != KVD_MOVER_DYING)
 		return;
 	epoll_ctl(m->epoll_fd, EPOLL_CTL_DEL, m->pidfd, NULL);
-	unfinished = m->nr_handed || m->start_result == -ESRCH;
+	unfinished = m->nr_handed || (m->adopted && m->had_jobs);
 	m->state = KVD_MOVER_ENDING;
 	m->ending_ns = kv_now_ns();
 	m->stats.deaths++;
@@ -366,13 +384,14 @@ static void exited(struct kvd_mover *m)
 	m->ops.prove(m->ops.arg);
 }
 
-void kvd_mover_adopt(struct kvd_mover *m, pid_t pid, int pidfd, bool listed)
+void kvd_mover_adopt(struct kvd_mover *m, pid_t pid, int pidfd, enum kvd_mover_kept how)
 {
 	kv_assert(m->state == KVD_MOVER_OFF);
 	m->pid = pid;
 	m->pidfd = pidfd;
-	m->listed = listed;
-	m->start_result = -ESRCH; /* not one that this kvmd started */
+	m->listed = how == KVD_MOVER_LISTED;
+	m->adopted = true;
+	m->had_jobs = how != KVD_MOVER_FRESH;
 	snprintf(m->error, sizeof(m->error), "mover %d: of an earlier kvmd", pid);
 	m->state = KVD_MOVER_DYING;
 	syscall(SYS_pidfd_send_signal, pidfd, SIGKILL, NULL, 0);
@@ -413,7 +432,7 @@ void mover_stop(struct kvd_mover *m)
 			poll(&p, 1, STOP_MS);
 		}
 		waitid(P_PIDFD, (id_t)m->pidfd, &info, WEXITED | WNOHANG);
-		m->ops.keep(m->ops.arg, m->pid, -1, false);
+		m->ops.keep(m->ops.arg, m->pid, -1, KVD_MOVER_FRESH);
 	}
 	release(m);
 	m->state = KVD_MOVER_OFF;

@@ -146,6 +146,7 @@ static int add_runs(struct kvd_mover *m, struct mover_job *job,
 			e = mover_extent_add(m, c->extent);
 		if (!e)
 			return -ENOSPC;
+		e->used_ns = m->now_ns;
 		for (; done < c->bytes; done += piece.bytes) {
 			piece.slot = (u32)(e - m->extents);
 			piece.extent_off = c->extent_off + done;
@@ -361,6 +362,7 @@ u64 kvd_mover_run(struct kvd_mover *m, u64 now_ns)
 	u64 next = KVD_MOVER_NEVER;
 	bool wanted;
 
+	m->now_ns = now_ns;
 	if (m->state == KVD_MOVER_OFF && !m->nr_jobs && !m->alloc_id)
 		return KVD_MOVER_NEVER;
 	take_completions(m, now_ns);

@@ -55,6 +55,14 @@ enum kvd_mover_state {
 	KVD_MOVER_BACKOFF,
 };
 
+/**
+ * enum kvd_mover_kept - what a later kvmd needs to know of the process
+ * @KVD_MOVER_FRESH: it never had a job
+ * @KVD_MOVER_LISTED: it may have copies under way; NVML lists it while it lives
+ * @KVD_MOVER_UNLISTED: it may, and nothing will prove their end
+ */
+enum kvd_mover_kept { KVD_MOVER_FRESH, KVD_MOVER_LISTED, KVD_MOVER_UNLISTED };
+
 /** enum kvd_mover_dir - which way */
 enum kvd_mover_dir {
 	KVD_MOVER_OUT, /* extent -> host pool */
@@ -111,8 +119,8 @@ struct kvd_mover_job {
  * struct kvd_mover_ops - what the daemon does for it; all mandatory
  * @arg: first argument
  * @extent_given, @extent_put: count the mover among the holders of an extent
- * @keep: the process's pidfd goes to the keeper before it gets a job; @listed: NVML has
- *	been seen listing it. pidfd -1: its end is proven. Return: 0; -errno: no mover
+ * @keep: the process's pidfd goes to the keeper when it starts, and again before it gets
+ *	its first job. pidfd -1: its end is proven. Return: 0; -errno: no mover
  * @started: it has a context: find out whether NVML lists it, then call
  *	kvd_mover_listed(). Not called on host memory
  * @prove: the process is gone with copies unfinished: find out whether its GPU work is,
@@ -124,7 +132,7 @@ struct kvd_mover_ops {
 	void *arg;
 	void (*extent_given)(void *arg, u32 pool_id, u32 index, u64 serial);
 	void (*extent_put)(void *arg, u32 pool_id, u32 index, u64 serial);
-	int (*keep)(void *arg, pid_t pid, int pidfd, bool listed);
+	int (*keep)(void *arg, pid_t pid, int pidfd, enum kvd_mover_kept how);
 	void (*started)(void *arg);
 	void (*prove)(void *arg);
 	void (*died)(void *arg, bool owned);
@@ -228,6 +236,9 @@ void kvd_mover_cancel(struct kvd_mover *mover, u64 id);
  */
 void kvd_mover_extent_drop(struct kvd_mover *mover, u32 pool_id, u32 index, u64 serial);
 
+/** kvd_mover_extents_idle() - drop those that no job has named since @before_ns */
+void kvd_mover_extents_idle(struct kvd_mover *mover, u64 before_ns);
+
 /**
  * kvd_mover_pool() - the host pool: pinned, shared with the mover
  * @ret_fd: borrowed; may be NULL
@@ -251,6 +262,12 @@ void kvd_mover_free(struct kvd_mover *mover, u64 id);
 /** kvd_mover_pid() - of the process that runs or whose end is awaited; 0 none */
 pid_t kvd_mover_pid(const struct kvd_mover *mover);
 
+/** kvd_mover_set_gpu() - 16 bytes of UUID, for the next start */
+void kvd_mover_set_gpu(struct kvd_mover *mover, const u8 *gpu_uuid);
+
+/** kvd_mover_keep_again() - the keeper is new: ops.keep() once more. Return: as that */
+int kvd_mover_keep_again(struct kvd_mover *mover);
+
 /** kvd_mover_listed() - NVML's answer on a STARTING mover: @listed as its own process.
  * Not listed (MPS, another pid namespace): it works all the same, but its end will not be
  * provable, and status says so */
@@ -268,7 +285,8 @@ void kvd_mover_ended(struct kvd_mover *mover);
  *
  * It is killed; no mover is started before its end is proven.
  */
-void kvd_mover_adopt(struct kvd_mover *mover, pid_t pid, int pidfd, bool listed);
+void kvd_mover_adopt(struct kvd_mover *mover, pid_t pid, int pidfd,
+		     enum kvd_mover_kept how);
 
 /* --------------------------------------------------------------------- questions */
 

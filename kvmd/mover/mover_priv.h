@@ -36,7 +36,7 @@ struct mover_job {
 /**
  * struct mover_extent - one that is given to the mover
  * @name: .bytes 0 = free slot; .fd stays open while it is given
- * @nr_runs: of jobs that are not finished
+ * @nr_runs: of jobs that are not finished; @used_ns: when a job last named it
  * @sent: the present process has it; @unmap_sent: and was told to let go
  * @dropping: no new jobs
  * @next: in the hash chain or the free list, + 1
@@ -44,6 +44,7 @@ struct mover_job {
 struct mover_extent {
 	struct kvd_mover_extent name;
 	u32 nr_runs;
+	u64 used_ns;
 	bool sent;
 	bool unmap_sent;
 	bool dropping;
@@ -66,6 +67,8 @@ struct kvd_mover {
 	u32 sq_tail, cq_head; /* ours: what the ring says is only a copy */
 	bool listed;
 	bool was_ready;
+	bool adopted; /* of an earlier kvmd; @had_jobs says whether it may copy */
+	bool had_jobs;
 	bool owns; /* memory of kvd_mover_alloc() */
 	bool quitting;
 	int start_result;
@@ -73,6 +76,7 @@ struct kvd_mover {
 	u64 retry_ns;
 	u64 progress_ns;
 	u64 ending_ns;
+	u64 now_ns;
 	/* cuda-legacy: the allocation under way; 0 none */
 	u64 alloc_id, alloc_bytes;
 	bool alloc_sent;

@@ -60,9 +60,9 @@ static void put(void *arg, u32 pool_id, u32 index, u64 serial)
 	((struct rig *)arg)->nr_put++;
 }
 
-static int keep(void *arg, pid_t pid, int pidfd, bool listed)
+static int keep(void *arg, pid_t pid, int pidfd, enum kvd_mover_kept how)
 {
-	((struct rig *)arg)->kept += pidfd >= 0 && !listed;
+	((struct rig *)arg)->kept += pidfd >= 0 && how == KVD_MOVER_FRESH;
 	return 0;
 }
 
@@ -400,8 +400,7 @@ static bool killed_at(bool gpu, u32 n)
 	KVT_EXPECT(fired || (!in.status && !out.status));
 	/* The next one does it. */
 	rig.m->params.faults = NULL;
-	if (rig.m->state == KVD_MOVER_BACKOFF)
-		rig.m->retry_ns = 0;
+	rig.m->retry_ns = 0;
 	KVT_EXPECT_EQ(kvd_mover_nr_jobs(rig.m), 0);
 	if (fired)
 		round_trip(&rig, 0);
@@ -814,7 +813,7 @@ KVT_TEST(mover_of_an_earlier_kvmd_is_ended_first)
 	}
 	fd = (int)syscall(434 /* pidfd_open */, pid, 0);
 	KVT_EXPECT(fd >= 0);
-	kvd_mover_adopt(rig.m, pid, fd, true);
+	kvd_mover_adopt(rig.m, pid, fd, KVD_MOVER_LISTED);
 	submit_run(&rig, &r, KVD_MOVER_IN, 0, 4, 0);
 	wait_state(&rig, KVD_MOVER_ENDING);
 	turns(&rig, 50);
