@@ -195,6 +195,9 @@ $(O)/$(1)/%: $(O)/obj/$(1)/%.o $(tlib-$(1)) $(patsubst %.c,$(O)/obj/%.o,$(wildca
 endef
 $(foreach d,$(TEST_DIRS),$(eval $(call test_rule,$(d))))
 
+# The tiers' tests stand on the core's made-up surroundings
+$(filter $(O)/tests/unit/tier/%,$(TEST_BINS)): $(O)/obj/tests/unit/own/common.o
+
 # A driver in memfds and its NVML, which tests load in place of the real ones
 FAKES := $(O)/tests/fake/libcuda.so $(O)/tests/fake/libnvml.so
 $(FAKES): $(O)/tests/fake/lib%.so: $(O)/obj/tests/fake/%.o

@@ -40,7 +40,7 @@ static const char *const event_names[KVD_EV_NR] = {
 	"none",	  "extent-added", "extent-removed", "alloc", "stock",	"pop",
 	"recall", "seal",	  "findable",	    "pin",   "unpin",	"hit",
 	"free",	  "death",	  "revoke",	    "evict", "release", "poison",
-	"hold",	  "unhold",
+	"hold",	  "unhold",	"spill",	    "restore", "restored",
 };
 
 const char *kvd_frame_state_str(u32 state)

@@ -87,6 +87,9 @@ enum kvd_page_event {
 	KVD_EV_POISON,
 	KVD_EV_HOLD,   /* by an operator */
 	KVD_EV_UNHOLD,
+	KVD_EV_SPILL,
+	KVD_EV_RESTORE,
+	KVD_EV_RESTORED,
 	KVD_EV_NR
 };
 

@@ -39,7 +39,8 @@ struct kvd_pool_counters {
  * @quarantine_done: no step can touch @pfn any more: drop its charge; the page is FREE
  *	when this returns
  * @seal_done: @pfn may be found from now on
- * @evict: take CACHED @pfn out of the index, kill it and put it into quarantine
+ * @evict: take CACHED @pfn out of the index; it goes to QUARANTINE, or to a tier first.
+ *	Return: 0; -EAGAIN: not now, it stays CACHED
  * @may_grow: may @pool's domain take @extent_bytes more from the device? (min of others)
  * @may_shrink: may another domain get an extent of @pool? (min of its own)
  * @extent_live: a new extent: sessions of the pool must get it
@@ -50,7 +51,7 @@ struct kvd_pool_counters {
 struct kvd_mm_ops {
 	void (*quarantine_done)(struct kvd_pool *pool, u32 pfn);
 	void (*seal_done)(struct kvd_pool *pool, u32 pfn);
-	void (*evict)(struct kvd_pool *pool, u32 pfn);
+	int (*evict)(struct kvd_pool *pool, u32 pfn);
 	bool (*may_grow)(struct kvd_pool *pool);
 	bool (*may_shrink)(struct kvd_pool *pool);
 	void (*extent_live)(struct kvd_pool *pool, u32 index);
@@ -76,6 +77,7 @@ struct kvd_mm_ops {
  * @draining_bytes: part of @extent_bytes_used that comes back when sessions have unmapped
  * it
  * @own_debts: some account has a reclaim_debt
+ * @own_debts_wait: and goes on when a tier takes pages again
  * @keep: NULL: nobody keeps extents
  * @gone_counters: of pools that are no more
  * @undo: record of the change in progress; NULL: nothing outlives this process
@@ -96,6 +98,7 @@ struct kvd_mm {
 	u64 stall_ns;
 	u64 draining_bytes;
 	bool own_debts;
+	bool own_debts_wait;
 	const struct kvd_keep_ops *keep;
 	struct kvd_pool_counters gone_counters;
 	struct kvd_undo *undo;
@@ -128,6 +131,7 @@ struct kvd_mm {
  * @next_serial: of the next extent
  * @nr: pages by state; ABSENT counted too, so they sum to geo.nr_pages
  * @reclaim_debt: pages that background reclaim was asked to free
+ * @evict_again: the last reclaim ended because a tier takes no more for the moment
  * @low_pages, @high_pages: watermarks of free pages
  * @wants_extent: it could grow if another pool gave an extent back
  * @starved: an allocation has failed since pages were last freed
@@ -168,6 +172,7 @@ struct kvd_pool {
 	u64 next_serial;
 	u32 nr[KVD_FRAME_STATES];
 	u32 reclaim_debt;
+	bool evict_again;
 	u32 low_pages, high_pages;
 	bool wants_extent;
 	bool starved;
@@ -248,6 +253,12 @@ static inline u32 kvd_pool_nr_used(const struct kvd_pool *pool)
 {
 	return pool->geo.nr_pages - pool->nr[KVD_ABSENT] - pool->nr[KVD_FREE] -
 	       pool->nr[KVD_POISONED];
+}
+
+/** kvd_pool_nr_coming() - pages that become FREE by themselves */
+static inline u32 kvd_pool_nr_coming(const struct kvd_pool *pool)
+{
+	return pool->nr[KVD_QUARANTINE] + pool->nr[KVD_SPILLING];
 }
 
 static inline u32 kvd_pool_extent_of(const struct kvd_pool *pool, u32 pfn)

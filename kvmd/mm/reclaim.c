@@ -131,7 +131,11 @@ static bool evict_one(struct kvd_pool *pool, struct kvd_account *acct)
 
 	if (pfn == KVD_PFN_NONE)
 		return false;
-	pool->mm->ops->evict(pool, pfn);
+	/* A tier takes no more for the moment: what it has comes back first. */
+	if (pool->mm->ops->evict(pool, pfn)) {
+		pool->evict_again = true;
+		return false;
+	}
 	use_miss(acct);
 	pool->nr_evictions++;
 	return true;
@@ -142,6 +146,7 @@ u32 kvd_reclaim_pool(struct kvd_pool *pool, u16 tenant, u32 nr, bool own_only)
 	struct kvd_account *acct = own_only ? pool->mm->accounts[tenant] : NULL;
 	u32 done = 0, chunk = 0;
 
+	pool->evict_again = false;
 	while (done < nr) {
 		if (!own_only && !chunk) {
 			acct = donor(pool, tenant);
@@ -156,7 +161,7 @@ u32 kvd_reclaim_pool(struct kvd_pool *pool, u16 tenant, u32 nr, bool own_only)
 			continue;
 		}
 		if (!evict_one(pool, acct)) {
-			if (own_only)
+			if (own_only || pool->evict_again)
 				break;
 			chunk = 0;
 			continue;
@@ -176,7 +181,7 @@ void kvd_reclaim_wake(struct kvd_pool *pool, u32 nr)
 /* A pool that cannot grow any more keeps a few pages free ahead of need. */
 static u32 watermark_debt(const struct kvd_pool *pool)
 {
-	u32 coming = pool->nr[KVD_FREE] + pool->nr[KVD_QUARANTINE];
+	u32 coming = pool->nr[KVD_FREE] + kvd_pool_nr_coming(pool);
 	const struct kvd_mm *mm = pool->mm;
 
 	if (mm->extent_bytes_used + pool->geo.extent_bytes <= mm->limits.capacity_bytes)
@@ -194,6 +199,7 @@ static u32 own_debt_run(struct kvd_pool *pool, u16 tenant, u32 budget)
 	u32 got = kvd_reclaim_pool(pool, tenant, want, true);
 
 	acct->reclaim_debt -= KV_MIN(acct->reclaim_debt, (u64)got * stride);
+	pool->mm->own_debts_wait |= pool->evict_again;
 	return got;
 }
 
@@ -201,6 +207,7 @@ static u32 own_debts_run(struct kvd_mm *mm, u32 budget)
 {
 	u32 done = 0;
 
+	mm->own_debts_wait = false;
 	for (u32 t = 0; t < KVD_TENANTS_MAX && done < budget; t++) {
 		struct kvd_account *acct = mm->accounts[t];
 
@@ -211,7 +218,7 @@ static u32 own_debts_run(struct kvd_mm *mm, u32 budget)
 				done += own_debt_run(pool, (u16)t, budget - done);
 		}
 		/* What is left cannot be had: every page of it is in use. */
-		if (acct && done < budget)
+		if (acct && done < budget && !mm->own_debts_wait)
 			acct->reclaim_debt = 0;
 	}
 	return done;
@@ -288,7 +295,10 @@ static u32 extent_empty(struct kvd_pool *for_pool)
 	     pfn++) {
 		if (pool->frames[pfn].state != KVD_CACHED)
 			continue;
-		pool->mm->ops->evict(pool, pfn);
+		if (pool->mm->ops->evict(pool, pfn)) {
+			for_pool->wants_extent = true; /* the rest in a later turn */
+			break;
+		}
 		pool->nr_evictions++;
 		done++;
 	}
@@ -301,7 +311,7 @@ bool kvd_reclaim_run(struct kvd_mm *mm)
 	u32 done = mm->own_debts ? own_debts_run(mm, KVD_RECLAIM_SLICE) : 0;
 
 	if (done < KVD_RECLAIM_SLICE)
-		mm->own_debts = false;
+		mm->own_debts = mm->own_debts && mm->own_debts_wait;
 	for (u32 p = 0; p < KVD_POOLS_MAX; p++) {
 		struct kvd_pool *pool = mm->pools[p];
 		u32 debt, want, got;
@@ -316,9 +326,9 @@ bool kvd_reclaim_run(struct kvd_mm *mm)
 			continue;
 		got = kvd_reclaim_pool(pool, KVD_TENANTS_MAX, want, false);
 		done += got;
-		pool->reclaim_debt =
-			got < want ? 0
-				   : pool->reclaim_debt - KV_MIN(pool->reclaim_debt, got);
+		if (got < want && !pool->evict_again)
+			pool->reclaim_debt = 0;
+		pool->reclaim_debt -= KV_MIN(pool->reclaim_debt, got);
 	}
 	return done >= KVD_RECLAIM_SLICE;
 }

@@ -17,8 +17,8 @@
 #include "kvmd/own/image.h"
 
 #define LIVE_STATES \
-	(1u << KVD_MAGAZINE | 1u << KVD_ACTIVE | 1u << KVD_SEALED | 1u << KVD_CACHED)
-#define SEALED_STATES (1u << KVD_SEALED | 1u << KVD_CACHED)
+	(1u << KVD_MAGAZINE | 1u << KVD_ACTIVE | SEALED_STATES)
+#define SEALED_STATES (1u << KVD_SEALED | 1u << KVD_CACHED | 1u << KVD_SPILLING)
 
 struct aged {
 	u64 when_ns;
@@ -217,8 +217,8 @@ static u32 state_of(struct work *w, struct kvd_frame *f)
 	case KVD_FREE:
 	case KVD_POISONED:
 		return f->state;
-	default: /* SPILLING, RESTORING: the copier is gone, its frame waits like any */
-		return KVD_QUARANTINE;
+	default: /* SPILLING, RESTORING: until the copier is proven to be gone */
+		return KV_MUTANT(copier_not_awaited) ? KVD_QUARANTINE : f->state;
 	}
 }
 
@@ -297,6 +297,8 @@ static void page_list(struct work *w, u32 pfn)
 	if (f->state == KVD_POISONED)
 		return;
 	t->account.used_bytes += pool->geo.stride_bytes;
+	if (f->state == KVD_SPILLING)
+		t->account.quarantine_bytes += pool->geo.stride_bytes;
 	if (f->state == KVD_QUARANTINE) {
 		t->account.quarantine_bytes += pool->geo.stride_bytes;
 		kvd_grace_add(&pool->quarantine, pfn);

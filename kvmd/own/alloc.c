@@ -143,7 +143,7 @@ static int room_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 g
 	}
 	if ((gfp & KV_GFP_WAIT) || KV_MUTANT(reclaim_in_admission)) {
 		/* Nothing is evicted for a request that cannot be served even so. */
-		coming = kvd_pool_nr_free(pool) + pool->nr[KVD_QUARANTINE];
+		coming = kvd_pool_nr_free(pool) + kvd_pool_nr_coming(pool);
 		if (coming < nr &&
 		    coming + kvd_reclaim_available(pool, s->tenant->index) >= nr)
 			kvd_reclaim_pool(pool, s->tenant->index, nr - coming, false);
@@ -152,7 +152,7 @@ static int room_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 g
 			return 0;
 	}
 	lacking = nr - kvd_pool_nr_free(pool);
-	coming = pool->nr[KVD_QUARANTINE];
+	coming = kvd_pool_nr_coming(pool);
 	pool->starved = true;
 	pool->starved_ns = pool->mm->now_ns;
 	if ((gfp & KV_GFP_RECLAIM) && coming < lacking) {

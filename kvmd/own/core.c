@@ -25,7 +25,7 @@ static void core_stalled(struct kvd_mm *mm, struct kvd_reader *r)
 static const struct kvd_mm_ops core_mm_ops = {
 	.quarantine_done = kvd_lease_quarantine_done,
 	.seal_done = kvd_prefix_seal_done,
-	.evict = kvd_prefix_evict,
+	.evict = kvd_spill_evict,
 	.may_grow = kvd_domain_may_grow,
 	.may_shrink = kvd_domain_may_shrink,
 	.extent_live = kvd_session_extent_live,

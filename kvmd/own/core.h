@@ -30,6 +30,7 @@
 #include "kvmd/own/lease.h"
 #include "kvmd/own/prefix.h"
 #include "kvmd/own/session.h"
+#include "kvmd/own/spill.h"
 #include "kvmd/own/tenant.h"
 
 /**
@@ -71,6 +72,7 @@ struct kvd_image;
  * @idle_shrink_ns: an extent that is FREE for so long goes back while another one is FREE
  *	too; 0 = 60 s
  * @test_layouts: KV_DTYPE_F32 is allowed
+ * @spill, @spill_arg: the tiers below (spill.h); NULL: evicted pages are gone
  * @image, @keep: what outlives this process (image.h, env.h); both or none; borrowed
  */
 struct kvd_core_config {
@@ -87,6 +89,8 @@ struct kvd_core_config {
 	bool test_layouts;
 	struct kvd_image *image;
 	const struct kvd_keep_ops *keep;
+	const struct kvd_spill_ops *spill;
+	void *spill_arg;
 };
 
 /**

@@ -278,6 +278,9 @@ int kvd_lease_revoke(struct kvd_pool *pool, u32 pfn, u64 tag)
 
 	if (!kv_tag_live(f->tag) || (tag && kv_tag_gen(tag) != kv_tag_gen(f->tag)))
 		return KV_STALE;
+	/* Nobody has it or can find it, and the copier's end kills it. */
+	if (f->state == KVD_SPILLING)
+		return 0;
 	if (f->state == KVD_MAGAZINE) {
 		s = kvd_session_find(core, f->owner);
 		kv_assert(s);

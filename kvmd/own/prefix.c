@@ -44,8 +44,8 @@ void kvd_prefix_root_key(const u8 *secret, u64 fingerprint, u8 *ret_key)
 	personal_of(fingerprint, personal);
 	kv_assert(!crypto_generichash_blake2b_salt_personal(
 		ret_key, KV_KEY_BYTES, message, sizeof(message),
-		KV_MUTANT(root_not_keyed) ? nobody : secret,
-		KVD_DOMAIN_SECRET_BYTES, salt, personal));
+		KV_MUTANT(root_not_keyed) ? nobody : secret, KVD_DOMAIN_SECRET_BYTES,
+		salt, personal));
 }
 
 void kvd_prefix_key(u64 fingerprint, const u8 *parent_key, const u32 *tokens, u8 *ret_key)
@@ -271,6 +271,8 @@ int kvd_lookup_start(struct kvd_lookup_op *op)
 	if (op->nr_tokens > KV_LOOKUP_MAX)
 		return -EINVAL;
 	op->nr = 0;
+	op->asking = false;
+	op->nr_coming = 0;
 	op->parent = KVD_PFN_NONE;
 	op->parent_gen = 0;
 	op->walk = KVD_WALK_ROOT;
@@ -312,6 +314,59 @@ static void lookup_hit(struct kvd_lookup_op *op, u32 pfn, u64 walk)
 	pool->nr_hits++;
 }
 
+/* ------------------------------------------------- asking the tiers behind the run */
+
+/* Is page @op->asked, with @key, on its way? Then the one behind it is asked for next. */
+static bool ask(struct kvd_lookup_op *op, const u8 *key)
+{
+	const struct kvd_core *core = op->s->core;
+	struct kvd_restore_ask a = {
+		.pool = op->a->pool,
+		.tenant = op->s->tenant,
+		.key = key,
+		.parent_key = op->ask_key,
+		.root = op->asked == 0,
+	};
+
+	if (!core->cfg.spill || !core->cfg.spill->restore(core->cfg.spill_arg, &a))
+		return false;
+	memcpy(op->ask_key, key, KV_KEY_BYTES);
+	op->asked++;
+	op->nr_coming++;
+	return true;
+}
+
+/* The first page that is in no index. */
+static void ask_first(struct kvd_lookup_op *op, const u8 *key)
+{
+	op->asked = op->nr;
+	memcpy(op->ask_key, op->key, KV_KEY_BYTES);
+	op->asking = ask(op, key);
+}
+
+/* Pages behind it, up to KVD_HASH_SLICE: back in the pool already, or asked for. */
+static int ask_step(struct kvd_lookup_op *op, u32 want, u32 here)
+{
+	const struct kvd_pool *pool = op->a->pool;
+	u8 key[KV_KEY_BYTES];
+	u32 pfn;
+
+	for (u32 i = 0; i < KVD_HASH_SLICE && op->asked < here; i++) {
+		kvd_prefix_pool_key(pool, op->ask_key, lookup_tokens(op, op->asked), key);
+		pfn = kvd_prefix_find_key(pool, key);
+		if (pfn == KVD_PFN_NONE) {
+			if (!ask(op, key))
+				return op->nr ? 0 : KV_MISS;
+			continue;
+		}
+		memcpy(op->ask_key, key, KV_KEY_BYTES);
+		op->asked++;
+	}
+	if (op->asked < want)
+		return -EAGAIN;
+	return op->nr ? 0 : KV_MISS;
+}
+
 /* Page @op->nr by its @key; @walk is the token hash up to it. */
 static bool lookup_key(struct kvd_lookup_op *op, const u8 *key, u64 walk)
 {
@@ -321,6 +376,8 @@ static bool lookup_key(struct kvd_lookup_op *op, const u8 *key, u64 walk)
 
 	pfn = kvd_prefix_find(pool, key, lookup_tokens(op, op->nr), op->parent,
 			      op->nr == 0);
+	if (pfn == KVD_PFN_NONE)
+		ask_first(op, key);
 	if (pfn == KVD_PFN_NONE || !may_hit(op, pfn))
 		return false;
 	f = &pool->frames[pfn];
@@ -394,6 +451,8 @@ int kvd_lookup_step(struct kvd_lookup_op *op)
 	if (op->max_pages)
 		want = KV_MIN(want, op->max_pages);
 	here = op->nr_ready ? KV_MIN(want, op->nr_ready) : want;
+	if (op->asking)
+		return ask_step(op, want, here);
 	for (u32 left = KVD_WALK_SLICE; left && op->nr < here;) {
 		u32 max = KV_MIN(KV_MIN(here - op->nr, left), op->ahead), from = op->nr;
 
@@ -406,8 +465,11 @@ int kvd_lookup_step(struct kvd_lookup_op *op)
 		}
 		max = KV_MIN(here - op->nr, kv_div_round_up(left, KEY_COST));
 		max = KV_MIN(max, op->ahead_keys);
-		if (!lookup_hash(op, max))
+		if (!lookup_hash(op, max)) {
+			if (op->asking && op->asked < want)
+				return -EAGAIN;
 			return op->nr ? 0 : KV_MISS;
+		}
 		left -= KV_MIN(left, max * KEY_COST);
 		op->ahead = 1;
 		op->ahead_keys = KV_MIN(op->ahead_keys * 4, KVD_HASH_SLICE);
@@ -415,4 +477,12 @@ int kvd_lookup_step(struct kvd_lookup_op *op)
 	if (op->nr < want)
 		return -EAGAIN;
 	return op->nr ? 0 : KV_MISS;
+}
+
+void kvd_lookup_again(struct kvd_lookup_op *op)
+{
+	op->asking = false;
+	op->nr_coming = 0;
+	op->ahead = 1;
+	op->ahead_keys = 1;
 }

@@ -87,6 +87,9 @@ int kvd_seal_step(struct kvd_seal_op *op);
  * @walk: token hash up to page @nr - 1 (own/walk.h)
  * @ahead: pages to try by the next walk: few where the last one ended early
  * @ahead_keys: pages to hash together next: few at first, most misses end there
+ * @asking: the run has ended; pages behind it are looked for in the tiers
+ * @asked: pages looked at so, from the start of the sequence; @ask_key of the last one
+ * @nr_coming: of them are on their way back (own/spill.h)
  */
 struct kvd_lookup_op {
 	struct kvd_session *s;
@@ -104,6 +107,10 @@ struct kvd_lookup_op {
 	u64 walk;
 	u32 ahead;
 	u32 ahead_keys;
+	bool asking;
+	u32 asked;
+	u32 nr_coming;
+	u8 ask_key[KV_KEY_BYTES];
 };
 
 /** kvd_lookup_start() - set up @op; s .. hits_max are filled by the caller. Return: 0;
@@ -114,9 +121,15 @@ int kvd_lookup_start(struct kvd_lookup_op *op);
  * kvd_lookup_step() - find and pin up to KVD_WALK_SLICE pages; at most KVD_HASH_SLICE of
  * them are hashed
  *
+ * A page that no index has is asked for from the tiers, and those behind it
+ * (@op->nr_coming): the answer does not wait for them.
+ *
  * Return: -EAGAIN: call again; 0: op->nr >= 1 pages are pinned; KV_MISS: none.
  */
 int kvd_lookup_step(struct kvd_lookup_op *op);
+
+/** kvd_lookup_again() - restores are over: look on from page @op->nr */
+void kvd_lookup_again(struct kvd_lookup_op *op);
 
 /** kvd_prefix_pool_key() - as kvd_prefix_key(), with the pool's constants and key_bits */
 void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
@@ -163,7 +176,7 @@ u32 kvd_prefix_find(const struct kvd_pool *pool, const u8 *key, const u32 *token
 /** kvd_prefix_seal_done() - kvd_mm_ops.seal_done */
 void kvd_prefix_seal_done(struct kvd_pool *pool, u32 pfn);
 
-/** kvd_prefix_evict() - kvd_mm_ops.evict */
+/** kvd_prefix_evict() - a CACHED page goes, past any tier */
 void kvd_prefix_evict(struct kvd_pool *pool, u32 pfn);
 
 #endif /* KVD_PREFIX_H */

@@ -12,6 +12,8 @@
 
 /* Clean slots are looked for among so many of the oldest before a dirty one is dropped. */
 #define CLEAN_STEPS   16u
+/* More than can be written at once. */
+#define VICTIM_STEPS  1024u
 #define HEADS_MAX     (1u << 24)
 #define SEGMENTS_WANT 8u
 
@@ -269,6 +271,21 @@ void kvd_space_dirty(struct kvd_space *sp, u32 id, bool dirty)
 	l->nr--;
 }
 
+static void lru_add(struct kvd_space *sp, u32 id)
+{
+	kv_assert(!sp->slots[id].listed);
+	sp->slots[id].listed = true;
+	list_push(sp, lru_of(sp, id), id, true);
+}
+
+static void lru_del(struct kvd_space *sp, u32 id)
+{
+	if (!sp->slots[id].listed)
+		return;
+	sp->slots[id].listed = false;
+	list_pull(sp, lru_of(sp, id), id);
+}
+
 void kvd_space_ready(struct kvd_space *sp, u32 id)
 {
 	struct kvd_slot *s = kvd_slot_at(sp, id);
@@ -278,7 +295,7 @@ void kvd_space_ready(struct kvd_space *sp, u32 id)
 	s->op = 0;
 	sp->nr_ready++;
 	slot_busy(sp, id, false);
-	list_push(sp, lru_of(sp, id), id, true);
+	lru_add(sp, id);
 }
 
 void kvd_space_drop(struct kvd_space *sp, u32 id)
@@ -296,28 +313,30 @@ void kvd_space_drop(struct kvd_space *sp, u32 id)
 		sp->dropped(sp->arg, id);
 	kvd_space_dirty(sp, id, false);
 	sp->nr_ready--;
-	if (s->readers) {
+	lru_del(sp, id);
+	if (s->readers)
 		s->state = KVD_SLOT_DYING;
-		return;
-	}
-	list_pull(sp, lru_of(sp, id), id);
-	slot_free(sp, id);
+	else
+		slot_free(sp, id);
 }
 
-void kvd_space_get(struct kvd_space *sp, u32 id)
+void kvd_space_hold(struct kvd_space *sp, u32 id)
 {
 	struct kvd_slot *s = kvd_slot_at(sp, id);
 
 	kv_assert(s->state == KVD_SLOT_READY);
-	if (KV_MUTANT(tier_reader_not_counted))
-		return;
-	if (!s->readers++) {
-		list_pull(sp, lru_of(sp, id), id);
+	if (!KV_MUTANT(tier_reader_not_counted) && !s->readers++)
 		slot_busy(sp, id, true);
-	}
 }
 
-void kvd_space_put(struct kvd_space *sp, u32 id, bool used)
+void kvd_space_get(struct kvd_space *sp, u32 id)
+{
+	kvd_space_hold(sp, id);
+	if (!KV_MUTANT(tier_reader_not_counted))
+		lru_del(sp, id);
+}
+
+void kvd_space_put(struct kvd_space *sp, u32 id)
 {
 	struct kvd_slot *s = kvd_slot_at(sp, id);
 
@@ -327,10 +346,10 @@ void kvd_space_put(struct kvd_space *sp, u32 id, bool used)
 	if (--s->readers)
 		return;
 	slot_busy(sp, id, false);
-	if (s->state == KVD_SLOT_READY)
-		list_push(sp, lru_of(sp, id), id, used);
-	else
+	if (s->state == KVD_SLOT_DYING)
 		slot_free(sp, id);
+	else if (!s->listed)
+		lru_add(sp, id);
 }
 
 /* ---------------------------------------------------------------- who gives */
@@ -371,23 +390,33 @@ static struct kvd_slot_list *donor(const struct kvd_space *sp, struct kvd_space_
 	return best;
 }
 
-/* The oldest, or a clean one that is not much younger: dropping it loses nothing. */
+/* The oldest that nobody reads, or a clean one that is not much younger: dropping it loses
+ * nothing. */
 static u32 victim(const struct kvd_space *sp, const struct kvd_slot_list *lru)
 {
-	u32 id = lru->head;
+	u32 id = lru->head, oldest = KVD_SLOT_NONE;
 
-	for (u32 i = 0; i < CLEAN_STEPS && id != KVD_SLOT_NONE; i++) {
-		if (sp->slots[id].clean)
+	for (u32 i = 0; i < VICTIM_STEPS && id != KVD_SLOT_NONE; i++) {
+		const struct kvd_slot *s = &sp->slots[id];
+
+		if (!s->readers && s->clean)
 			return id;
-		id = sp->slots[id].next;
+		if (!s->readers && oldest == KVD_SLOT_NONE)
+			oldest = id;
+		if (oldest != KVD_SLOT_NONE && i >= CLEAN_STEPS)
+			break;
+		id = s->next;
 	}
-	return lru->head;
+	return oldest;
 }
 
-static void evict(struct kvd_space *sp, u32 id)
+static bool evict(struct kvd_space *sp, u32 id)
 {
+	if (id == KVD_SLOT_NONE)
+		return false;
 	sp->evictions++;
 	kvd_space_drop(sp, id);
+	return true;
 }
 
 /* -------------------------------------------------------------- segments */
@@ -493,18 +522,31 @@ static u32 class_get(struct kvd_space *sp, u64 slot_bytes)
 	return unused;
 }
 
-/* Within the tenant's budget, at the cost of its own oldest pages of this size. */
+/* What a tenant at its max gives first: pages of this size, else of any. */
+static struct kvd_slot_list *own_list(struct kvd_space *sp, struct kvd_space_class *c,
+				      u16 tenant)
+{
+	if (c->nr_segments && c->lru[tenant].nr)
+		return &c->lru[tenant];
+	for (u32 i = 0; i < KVD_SPACE_CLASSES; i++)
+		if (sp->classes[i].nr_segments && sp->classes[i].lru[tenant].nr)
+			return &sp->classes[i].lru[tenant];
+	return NULL;
+}
+
+/* Within the tenant's budget, at the cost of its own oldest pages. */
 static bool budget(struct kvd_space *sp, struct kvd_space_class *c, u16 tenant)
 {
 	struct kvd_space_account *a = &sp->acct[tenant];
-	struct kvd_slot_list *own = &c->lru[tenant];
 
 	if (KV_MUTANT(tier_no_budget))
 		return true;
 	while (a->used_bytes + c->slot_bytes > a->max_bytes) {
-		if (!c->nr_segments || !own->nr || c->slot_bytes > a->max_bytes)
+		struct kvd_slot_list *own =
+			c->slot_bytes > a->max_bytes ? NULL : own_list(sp, c, tenant);
+
+		if (!own || !evict(sp, victim(sp, own)))
 			return false;
-		evict(sp, victim(sp, own));
 	}
 	return true;
 }
@@ -523,8 +565,7 @@ static bool room(struct kvd_space *sp, u32 class, u16 tenant)
 	lru = c->nr_segments ? donor(sp, c, tenant) : NULL;
 	if (!lru)
 		return segment_steal(sp, class, tenant);
-	evict(sp, victim(sp, lru));
-	return true;
+	return evict(sp, victim(sp, lru));
 }
 
 static void slot_take(struct kvd_space *sp, u32 id, const struct kvd_slot_name *name,

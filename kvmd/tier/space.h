@@ -11,7 +11,8 @@
  *	READY -> FREE              dropped
  *	READY -> DYING -> FREE     dropped while somebody reads it
  *
- * A slot with readers is on no LRU, so it is not chosen (case O35). Taking a slot may drop
+ * A slot with readers is not chosen (case O35); those that make use of it take it off its
+ * LRU meanwhile, a write below leaves it where it is. Taking a slot may drop
  * others: the tenant's own when it is at its max, else those of tenants above their
  * `high`, else by weight, never below another tenant's `min`. Records lie in one lazily
  * backed mapping: nothing is allocated after kvd_space_init().
@@ -45,6 +46,7 @@ enum kvd_slot_state { KVD_SLOT_FREE, KVD_SLOT_FILLING, KVD_SLOT_READY, KVD_SLOT_
  * @state: enum kvd_slot_state
  * @class: + 1; 0 = its segment has none
  * @clean: DRAM: the tier below has it, or need not
+ * @indexed, @listed: in the index; on its LRU
  * @hash_next, @prev, @next: index chain; LRU or free list
  * @dirty_prev, @dirty_next: DRAM: waits to be written below, oldest first
  * @op: operation that fills it, + 1; tier.c's own
@@ -63,6 +65,7 @@ struct kvd_slot {
 	u8 class;
 	bool clean;
 	bool indexed;
+	bool listed;
 	u32 hash_next;
 	u32 prev, next;
 	u32 dirty_prev, dirty_next;
@@ -187,8 +190,11 @@ void kvd_space_drop(struct kvd_space *sp, u32 id);
 /** kvd_space_get() - READY: one more reader */
 void kvd_space_get(struct kvd_space *sp, u32 id);
 
-/** kvd_space_put() - one less; @used: it was of use and is the youngest now */
-void kvd_space_put(struct kvd_space *sp, u32 id, bool used);
+/** kvd_space_hold() - READY: one more reader, which is no use of it: it stays as old */
+void kvd_space_hold(struct kvd_space *sp, u32 id);
+
+/** kvd_space_put() - one less of either; the last one makes a used one the youngest */
+void kvd_space_put(struct kvd_space *sp, u32 id);
 
 /** kvd_space_dirty() - READY: it waits to be written below, or does not any more */
 void kvd_space_dirty(struct kvd_space *sp, u32 id, bool dirty);

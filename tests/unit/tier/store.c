@@ -129,7 +129,7 @@ KVT_TEST(slots_go_in_order_of_their_last_use)
 	fill(&sp, 102, 0, 20480);
 	KVT_EXPECT(!there(&sp, 0) && there(&sp, 1));
 	kvd_space_get(&sp, kvd_space_at(&sp, kvd_slot_off(&sp, 1)));
-	kvd_space_put(&sp, 1, true);
+	kvd_space_put(&sp, 1);
 	fill(&sp, 103, 0, 20480);
 	KVT_EXPECT(there(&sp, 1) && !there(&sp, 2));
 	KVT_EXPECT_EQ(sp.evictions, 2);
@@ -155,7 +155,7 @@ KVT_TEST(o35_slot_with_a_reader_is_not_evicted)
 	for (u32 i = 500; i < 1000; i++)
 		KVT_EXPECT(fill(&sp, i, 0, 20480) != id);
 	KVT_EXPECT(!kvd_space_check(&sp));
-	kvd_space_put(&sp, id, true);
+	kvd_space_put(&sp, id);
 	KVT_EXPECT_EQ(kvd_slot_at(&sp, id)->state, KVD_SLOT_FREE);
 	KVT_EXPECT(!kvd_space_check(&sp));
 	kvd_space_fini(&sp);
@@ -222,7 +222,10 @@ KVT_TEST(random_slots_keep_their_sums)
 			id = fill(&sp, i, (u16)kvt_rand_below(4),
 				  sizes[kvt_rand_below(4)]);
 			if (id != KVD_SLOT_NONE && what < 2 && nr_held < 64) {
-				kvd_space_get(&sp, id);
+				if (what)
+					kvd_space_get(&sp, id);
+				else
+					kvd_space_hold(&sp, id);
 				held[nr_held++] = id;
 			} else if (id != KVD_SLOT_NONE && what < 4) {
 				kvd_space_drop(&sp, id);
@@ -231,7 +234,7 @@ KVT_TEST(random_slots_keep_their_sums)
 			id = held[--nr_held];
 			if (what == 15)
 				kvd_space_drop(&sp, id);
-			kvd_space_put(&sp, id, what & 1);
+			kvd_space_put(&sp, id);
 		}
 		if (i % 1000 == 0 && kvd_space_check(&sp))
 			KVT_FAIL("after %u: %s", i, kvd_space_check(&sp));

@@ -1,0 +1,345 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * tier/restore.c - RESTORE: a page that a lookup misses comes back.
+ *
+ * From NVMe: a DRAM slot is filled from the disk first and checked, header and digest, and
+ * is READY then: also when nobody waits any more. From DRAM: a frame is taken, and while
+ * the copier fills it a worker compares the slot's digest again. Only when both are done
+ * and right does the frame become a page (own/spill.h).
+ *
+ * Loop thread only.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "base/mutant.h"
+#include "kvmd/dbg/fault.h"
+#include "kvmd/tier/crc.h"
+#include "kvmd/tier/tier_priv.h"
+
+static void frame_step(struct tier_op *op);
+
+static void restore_over(struct tier_op *op)
+{
+	if (op->dram != KVD_SLOT_NONE)
+		kvd_space_put(&op->t->dram, op->dram);
+	tier_op_put(op);
+}
+
+/* --------------------------------------------------------------- DRAM -> frame */
+
+static void frame_publish(struct tier_op *op, struct kvd_pool *pool)
+{
+	struct kvd_tiers *t = op->t;
+	struct kvd_restored back = {
+		.key = op->want.key,
+		.parent_key = op->parent_key,
+		.tokens = tier_hdr_at(t, op->dram)->tokens,
+		.crc32c = op->want.page_crc,
+		.root = op->root,
+	};
+
+	if (kvd_restore_end(pool, op->pfn, &back)) {
+		t->stats.restores_dup++;
+		return;
+	}
+	t->stats.restores++;
+	t->stats.restores_nvme += op->from_nvme;
+	t->stats.restores_dram += !op->from_nvme;
+}
+
+/* Copy and digest are both done. */
+static void frame_done(struct tier_op *op)
+{
+	struct kvd_tiers *t = op->t;
+	struct kvd_pool *pool = tier_pool_of(op);
+
+	kv_assert(pool && op->pfn != KVD_PFN_NONE);
+	if (op->bad) {
+		tier_bad_page(op, "restore from DRAM");
+		if (kvd_slot_at(&t->dram, op->dram)->state == KVD_SLOT_READY)
+			kvd_space_drop(&t->dram, op->dram);
+	}
+	if (op->copy_status)
+		t->stats.restores_failed++;
+	if ((op->bad || op->copy_status) && !KV_MUTANT(restore_failed_is_done))
+		kvd_restore_fail(pool, op->pfn);
+	else if (op->cancelled)
+		kvd_restore_fail(pool, op->pfn);
+	else
+		frame_publish(op, pool);
+	op->pfn = KVD_PFN_NONE;
+	restore_over(op);
+}
+
+static void part_done(struct tier_op *op)
+{
+	kv_assert(op->parts);
+	if (--op->parts == 0)
+		frame_done(op);
+}
+
+void tier_restore_copied(struct tier_op *op)
+{
+	part_done(op);
+}
+
+static void digest_run(struct kvd_work *w)
+{
+	struct tier_op *op = kv_container_of(w, struct tier_op, work);
+
+	op->bad = kvd_crc32c((u8 *)op->hdr + KVD_PAGE_HDR_BYTES, op->want.page_bytes) ==
+					  op->want.page_crc ||
+				  KV_MUTANT(tier_page_not_checked)
+			  ? KVD_PAGE_OK
+			  : KVD_PAGE_BAD_DIGEST;
+}
+
+static void digest_done(struct kvd_work *w)
+{
+	part_done(kv_container_of(w, struct tier_op, work));
+}
+
+/* The DRAM slot is READY and has this reader. */
+static void frame_step(struct tier_op *op)
+{
+	struct kvd_tiers *t = op->t;
+	struct kvd_tenant *tenant = t->core->tenants[op->tenant];
+	struct kvd_pool *pool = tier_pool_of(op);
+
+	if (op->cancelled || op->late || !pool || !tenant || t->stopped ||
+	    tenant->account.domain_id != pool->domain_id ||
+	    kvd_restore_begin(tenant, pool, &op->pfn)) {
+		t->stats.restores_no_room += !op->late && !op->cancelled;
+		op->pfn = KVD_PFN_NONE;
+		restore_over(op);
+		return;
+	}
+	op->hdr = tier_hdr_at(t, op->dram);
+	op->parts = 1;
+	tier_copy_queue(op, KVD_TIER_IN);
+	/* What the disk gave was checked a moment ago. */
+	if (op->from_nvme)
+		return;
+	op->parts = 2;
+	op->work.run = digest_run;
+	op->work.done = digest_done;
+	kvd_work_submit(t->workers, &op->work);
+}
+
+/* ---------------------------------------------------------------- NVMe -> DRAM */
+
+static void nvme_put(struct tier_op *op, bool drop)
+{
+	struct kvd_space *sp = &op->t->store->space;
+
+	if (drop && kvd_slot_at(sp, op->nvme)->state == KVD_SLOT_READY)
+		kvd_space_drop(sp, op->nvme);
+	kvd_space_put(sp, op->nvme);
+	op->nvme = KVD_SLOT_NONE;
+}
+
+static void read_bad(struct tier_op *op)
+{
+	nvme_put(op, true);
+	kvd_space_drop(&op->t->dram, op->dram);
+	op->dram = KVD_SLOT_NONE;
+	restore_over(op);
+}
+
+static void page_check_run(struct kvd_work *w)
+{
+	struct tier_op *op = kv_container_of(w, struct tier_op, work);
+
+	op->bad = kvd_page_check(op->hdr, &op->want);
+}
+
+static void page_check_done(struct kvd_work *w)
+{
+	struct tier_op *op = kv_container_of(w, struct tier_op, work);
+	struct kvd_tiers *t = op->t;
+
+	op->reading = false;
+	if (op->bad)
+		tier_bad_page(op, "restore from NVMe");
+	if (op->bad || op->cancelled) {
+		read_bad(op);
+		return;
+	}
+	nvme_put(op, false);
+	kvd_space_ready(&t->dram, op->dram);
+	kvd_space_get(&t->dram, op->dram);
+	frame_step(op);
+}
+
+static void read_done(struct kvd_io_op *io)
+{
+	struct tier_op *op = kv_container_of(io, struct tier_op, io);
+	struct kvd_tiers *t = op->t;
+
+	if (io->result != (s64)io->bytes && !KV_MUTANT(tier_short_read_ok)) {
+		t->stats.read_errors += io->result < 0;
+		t->stats.read_shorts += io->result >= 0;
+		op->reading = false;
+		read_bad(op);
+		return;
+	}
+	op->work.run = page_check_run;
+	op->work.done = page_check_done;
+	kvd_work_submit(t->workers, &op->work);
+}
+
+/* Case R7: a disk that answers with another slot's bytes. */
+static u64 swapped(const struct kvd_space *sp, u32 not_this, u64 off)
+{
+	for (u32 i = 0; i < sp->slots_per_segment; i++) {
+		u32 id = not_this / sp->slots_per_segment * sp->slots_per_segment + i;
+
+		if (id != not_this && sp->slots[id].state == KVD_SLOT_READY)
+			return kvd_slot_off(sp, id);
+	}
+	return off;
+}
+
+static bool read_start(struct tier_op *op, const struct kvd_slot_name *name)
+{
+	struct kvd_tiers *t = op->t;
+	struct kvd_space *sp = &t->store->space;
+	struct kvd_slot *s = kvd_slot_at(sp, op->nvme), *d;
+
+	op->dram =
+		kvd_space_take(&t->dram, name, s->tenant, kvd_slot_bytes(sp, op->nvme));
+	if (op->dram == KVD_SLOT_NONE)
+		return false;
+	d = kvd_slot_at(&t->dram, op->dram);
+	d->generation = s->generation;
+	d->page_bytes = s->page_bytes;
+	d->crc32c = s->crc32c;
+	d->op = (u16)(op->index + 1);
+	op->hdr = tier_hdr_at(t, op->dram);
+	op->io = (struct kvd_io_op){
+		.off = kvd_slot_off(sp, op->nvme),
+		.addr = op->hdr,
+		.bytes = (u32)kvd_slot_bytes(sp, op->nvme),
+		.done = read_done,
+	};
+	if (kvd_fault(KVD_FAULT_tier_read_swap))
+		op->io.off = swapped(sp, op->nvme, op->io.off);
+	op->deadline_ns = t->core->mm.now_ns + t->p.read_deadline_ns;
+	if (kvd_fault(KVD_FAULT_tier_read_late))
+		op->deadline_ns = 1;
+	if (kvd_io_submit(t->store->io, &op->io)) {
+		kvd_space_drop(&t->dram, op->dram);
+		op->dram = KVD_SLOT_NONE;
+		return false;
+	}
+	kvd_space_get(sp, op->nvme);
+	op->reading = true;
+	op->from_nvme = true;
+	t->stats.reads++;
+	return true;
+}
+
+void tier_restore_deadlines(struct kvd_tiers *t)
+{
+	struct tier_op *op, *tmp;
+
+	list_for_each_entry_safe (op, tmp, &t->all, node) {
+		if (op->kind != OP_RESTORE || !op->reading || op->late ||
+		    t->core->mm.now_ns < op->deadline_ns)
+			continue;
+		/* The disk still has its buffer: it goes on, and nobody waits for it. */
+		op->late = true;
+		t->stats.read_late++;
+		list_del(&op->node);
+		list_add_tail(&t->late, &op->node);
+	}
+}
+
+/* ------------------------------------------------------------------- the ask */
+
+static void want_of_slot(struct tier_op *op, const struct kvd_slot *s)
+{
+	op->want.ident = tier_ident_of(op->t, s->tenant)->ident;
+	memcpy(op->want.key, s->key, sizeof(op->want.key));
+	op->want.fingerprint = s->fingerprint;
+	op->want.generation = s->generation;
+	op->want.page_bytes = s->page_bytes;
+	op->want.page_crc = s->crc32c;
+}
+
+static struct tier_op *restore_op(struct kvd_tiers *t, const struct kvd_restore_ask *ask,
+				  const struct kvd_slot *s)
+{
+	struct tier_op *op = tier_op_get(t, OP_RESTORE);
+
+	if (!op)
+		return NULL;
+	want_of_slot(op, s);
+	op->pool_id = ask->pool->id;
+	op->tenant = ask->tenant->index;
+	tier_ident_of(t, op->tenant);
+	op->root = ask->root;
+	memcpy(op->parent_key, ask->parent_key, sizeof(op->parent_key));
+	return op;
+}
+
+/* A page that is being copied in is in the index of no tier state: look at the frames'
+ * operations. At most KVD_TIER_OPS, and only for keys that a tier has. */
+static bool under_way(const struct kvd_tiers *t, const struct kvd_restore_ask *ask)
+{
+	const struct tier_op *op;
+
+	list_for_each_entry (op, &t->all, node)
+		if (op->kind == OP_RESTORE && op->pool_id == ask->pool->id &&
+		    !memcmp(op->want.key, ask->key, KV_KEY_BYTES))
+			return true;
+	return false;
+}
+
+static bool from_dram(struct kvd_tiers *t, const struct kvd_restore_ask *ask, u32 id)
+{
+	struct kvd_slot *s = kvd_slot_at(&t->dram, id);
+	struct tier_op *op;
+
+	/* On its way to or through DRAM: by the time it is over, ask again. */
+	if (s->state != KVD_SLOT_READY)
+		return !t->ops[s->op - 1].late;
+	if (s->readers && under_way(t, ask))
+		return true;
+	op = restore_op(t, ask, s);
+	if (!op)
+		return false;
+	op->dram = id;
+	kvd_space_get(&t->dram, id);
+	frame_step(op);
+	return true;
+}
+
+bool tier_restore(void *arg, const struct kvd_restore_ask *ask)
+{
+	struct kvd_tiers *t = arg;
+	struct kvd_slot_name name = {ask->key, ask->pool->fingerprint,
+				     ask->pool->domain_id};
+	u32 id = kvd_space_find(&t->dram, &name);
+	struct tier_op *op;
+
+	if (t->copier_down)
+		return false;
+	if (id != KVD_SLOT_NONE)
+		return from_dram(t, ask, id);
+	id = t->store ? kvd_space_find(&t->store->space, &name) : KVD_SLOT_NONE;
+	if (id == KVD_SLOT_NONE ||
+	    kvd_slot_at(&t->store->space, id)->state != KVD_SLOT_READY)
+		return false;
+	op = restore_op(t, ask, kvd_slot_at(&t->store->space, id));
+	if (!op)
+		return false;
+	op->nvme = id;
+	if (read_start(op, &name))
+		return true;
+	t->stats.restores_no_room++;
+	op->nvme = KVD_SLOT_NONE;
+	tier_op_put(op);
+	return false;
+}

@@ -1,0 +1,599 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * tier/tier.c - the tiers: operations, copy jobs, budgets, the turn. See tier.h; what each
+ * kind of operation does is in spill.c, restore.c and write.c.
+ *
+ * Loop thread only.
+ */
+#include "kvmd/tier/tier.h"
+
+#include <errno.h>
+#include <sodium.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "kvmd/dbg/fault.h"
+#include "kvmd/dbg/trace.h"
+#include "kvmd/tier/tier_priv.h"
+
+#define COPY_DEADLINE_NS (10ull * KV_NSEC_PER_SEC)
+#define DROP_SLICE	 4096u
+
+/* ---------------------------------------------------------------- operations */
+
+struct tier_op *tier_op_get(struct kvd_tiers *t, enum op_kind kind)
+{
+	struct tier_op *op = list_first(&t->free, struct tier_op, node);
+	u16 index;
+
+	if (!op || t->stopped)
+		return NULL;
+	index = op->index;
+	list_del(&op->node);
+	memset(op, 0, sizeof(*op));
+	op->t = t;
+	op->index = index;
+	op->kind = kind;
+	op->serial = ++t->serial;
+	op->pfn = KVD_PFN_NONE;
+	op->dram = op->nvme = KVD_SLOT_NONE;
+	list_init(&op->wait);
+	list_add_tail(kind == OP_WRITE ? &t->writing : &t->all, &op->node);
+	t->nr_busy++;
+	t->nr_spills += kind == OP_SPILL;
+	t->nr_writes += kind == OP_WRITE;
+	return op;
+}
+
+void tier_op_put(struct tier_op *op)
+{
+	struct kvd_tiers *t = op->t;
+
+	kv_assert(op->kind != OP_FREE && list_empty(&op->wait) && !op->reading);
+	t->nr_spills -= op->kind == OP_SPILL;
+	t->nr_writes -= op->kind == OP_WRITE;
+	t->nr_busy--;
+	op->kind = OP_FREE;
+	list_del(&op->node);
+	list_add_tail(&t->free, &op->node);
+	t->more = true;
+}
+
+struct kvd_page_hdr *tier_hdr_at(const struct kvd_tiers *t, u32 dram)
+{
+	return (void *)((u8 *)t->p.pool + kvd_slot_off(&t->dram, dram));
+}
+
+/* NULL: it is gone, or its id is another one's; only while the op holds no frame of it. */
+struct kvd_pool *tier_pool_of(const struct tier_op *op)
+{
+	struct kvd_pool *pool = op->t->core->mm.pools[op->pool_id - 1];
+
+	return pool && pool->fingerprint == op->want.fingerprint ? pool : NULL;
+}
+
+/* ------------------------------------------------------------------- tenants */
+
+static void ident_make(const struct kvd_tenant *tenant, struct kvd_ident *ret)
+{
+	static const u8 message[] = "kvmd tier";
+	const struct kvd_domain *d = tenant->domain;
+	u8 hash[crypto_generichash_BYTES_MIN];
+
+	kv_assert(!crypto_generichash(ret->domain, sizeof(ret->domain), message,
+				      sizeof(message), d->secret, sizeof(d->secret)));
+	kv_assert(!crypto_generichash(hash, sizeof(hash), (const u8 *)tenant->name,
+				      strlen(tenant->name), d->secret,
+				      sizeof(d->secret)));
+	memcpy(&ret->tenant, hash, sizeof(ret->tenant));
+}
+
+const struct tier_ident *tier_ident_of(struct kvd_tiers *t, u16 tenant)
+{
+	struct tier_ident *id = &t->idents[tenant];
+	const struct kvd_tenant *have = t->core->tenants[tenant];
+
+	if (!id->valid && have) {
+		ident_make(have, &id->ident);
+		id->domain_id = have->domain->id;
+		id->valid = true;
+	}
+	return id;
+}
+
+static bool identify(void *arg, const struct kvd_ident *ident, u32 *ret_domain,
+		     u16 *ret_tenant)
+{
+	struct kvd_tiers *t = arg;
+
+	for (u16 i = 0; i < KVD_TENANTS_MAX; i++) {
+		const struct tier_ident *id = tier_ident_of(t, i);
+
+		if (!id->valid || memcmp(&id->ident, ident, sizeof(*ident)))
+			continue;
+		*ret_domain = id->domain_id;
+		*ret_tenant = i;
+		return true;
+	}
+	return false;
+}
+
+static void describe(void *arg, u16 tenant, struct kvd_ident *ret)
+{
+	struct kvd_tiers *t = arg;
+
+	*ret = t->idents[tenant].ident;
+}
+
+/* A tenant or domain that is gone, or has its index from another one, stores nothing. */
+static void tenants_check(struct kvd_tiers *t)
+{
+	for (u16 i = 0; i < KVD_TENANTS_MAX; i++) {
+		struct tier_ident *id = &t->idents[i];
+		struct tier_ident now = {.valid = false};
+		const struct kvd_tenant *have = t->core->tenants[i];
+		u32 left =
+			t->dram.acct[i].nr + (t->store ? t->store->space.acct[i].nr : 0);
+
+		if (!id->valid)
+			continue;
+		if (have) {
+			ident_make(have, &now.ident);
+			if (have->domain->id == id->domain_id &&
+			    !memcmp(&now.ident, &id->ident, sizeof(now.ident)))
+				continue;
+		}
+		left -= kvd_space_drop_tenant(&t->dram, i, DROP_SLICE);
+		if (t->store)
+			left -= kvd_space_drop_tenant(&t->store->space, i, DROP_SLICE);
+		id->valid = left != 0; /* what is being copied goes next time */
+	}
+}
+
+static struct kvd_space *space_of(struct kvd_tiers *t, enum kvd_tier_id tier)
+{
+	if (tier == KVD_TIER_DRAM)
+		return &t->dram;
+	return t->store ? &t->store->space : NULL;
+}
+
+void kvd_tier_set_limits(struct kvd_tiers *t, enum kvd_tier_id tier, u16 tenant,
+			 const struct kvd_tier_limits *l)
+{
+	struct kvd_space *sp = space_of(t, tier);
+	struct kvd_space_account *a;
+
+	if (!sp)
+		return;
+	a = &sp->acct[tenant];
+	a->min_bytes = l->min_bytes;
+	a->high_bytes = l->high_bytes;
+	a->max_bytes = l->max_bytes;
+	a->weight = l->weight;
+	while (a->used_bytes > a->max_bytes && kvd_space_drop_tenant(sp, tenant, 1))
+		;
+}
+
+/* -------------------------------------------------------------------- copies */
+
+void tier_copy_queue(struct tier_op *op, enum kvd_tier_dir dir)
+{
+	kv_assert(list_empty(&op->wait) && op->pfn != KVD_PFN_NONE);
+	list_add_tail(&op->t->copies[dir], &op->wait);
+	op->t->nr_copies[dir]++;
+}
+
+static void copied(struct tier_op *op, int status)
+{
+	list_del(&op->wait);
+	list_init(&op->wait);
+	op->copy_status = status;
+	if (!status && kvd_fault(KVD_FAULT_tier_copy))
+		op->copy_status = -EIO;
+	if (op->kind == OP_SPILL)
+		tier_spill_copied(op);
+	else
+		tier_restore_copied(op);
+}
+
+void kvd_tier_copied(struct kvd_tiers *t, u32 cookie, int status)
+{
+	struct tier_batch *b = &t->batches[cookie];
+	struct tier_op *op, *tmp;
+
+	kv_assert(cookie < KVD_TIER_BATCHES && b->nr);
+	list_for_each_entry_safe (op, tmp, &b->ops, wait)
+		copied(op, status);
+	kv_assert(list_empty(&b->ops));
+	b->nr = 0;
+	t->more = true;
+}
+
+static struct tier_batch *batch_get(struct kvd_tiers *t)
+{
+	for (u32 i = 0; i < KVD_TIER_BATCHES; i++)
+		if (!t->batches[i].nr)
+			return &t->batches[i];
+	return NULL;
+}
+
+static u32 batch_fill(struct kvd_tiers *t, struct tier_batch *b, enum kvd_tier_dir dir,
+		      struct kvd_tier_copy *copies)
+{
+	struct tier_op *op, *tmp;
+
+	b->dir = dir;
+	list_init(&b->ops);
+	list_for_each_entry_safe (op, tmp, &t->copies[dir], wait) {
+		struct kvd_pool *pool = tier_pool_of(op);
+
+		if (b->nr == KVD_TIER_BATCH)
+			break;
+		kv_assert(pool);
+		copies[b->nr++] = (struct kvd_tier_copy){
+			.pool = pool,
+			.pfn = op->pfn,
+			.off = kvd_slot_off(&t->dram, op->dram) + KVD_PAGE_HDR_BYTES,
+			.bytes = kv_round_up(op->want.page_bytes, 4),
+		};
+		list_del(&op->wait);
+		list_add_tail(&b->ops, &op->wait);
+		t->nr_copies[dir]--;
+	}
+	return b->nr;
+}
+
+/* They wait in front of the queue, in their order. */
+static void batch_undo(struct kvd_tiers *t, struct tier_batch *b)
+{
+	while (!list_empty(&b->ops)) {
+		struct tier_op *op = kv_container_of(b->ops.prev, struct tier_op, wait);
+
+		list_del(&op->wait);
+		list_add(&t->copies[b->dir], &op->wait);
+		t->nr_copies[b->dir]++;
+	}
+	b->nr = 0;
+}
+
+static void copies_start(struct kvd_tiers *t, enum kvd_tier_dir dir)
+{
+	struct kvd_tier_copy copies[KVD_TIER_BATCH];
+	struct tier_batch *b;
+	u32 nr;
+	int r;
+
+	while (!list_empty(&t->copies[dir])) {
+		b = batch_get(t);
+		if (!b)
+			return;
+		nr = batch_fill(t, b, dir, copies);
+		r = t->p.copier.submit(t->p.copier.arg, dir, copies, nr,
+				       t->core->mm.now_ns + COPY_DEADLINE_NS,
+				       (u32)(b - t->batches));
+		if (r == KV_BUSY) {
+			batch_undo(t, b);
+			return;
+		}
+		if (r)
+			kvd_tier_copied(t, (u32)(b - t->batches), r < 0 ? r : -EIO);
+	}
+}
+
+/* ------------------------------------------------------------------ incidents */
+
+void tier_bad_page(struct tier_op *op, const char *where)
+{
+	static const char *const why[] = {
+		[KVD_PAGE_BAD_HEADER] = "header damaged",
+		[KVD_PAGE_BAD_NAME] = "another page's header",
+		[KVD_PAGE_OLD] = "an older page",
+		[KVD_PAGE_BAD_DIGEST] = "wrong digest",
+	};
+	struct kvd_tiers *t = op->t;
+	char line[160];
+
+	t->stats.bad_headers += op->bad == KVD_PAGE_BAD_HEADER;
+	t->stats.bad_names += op->bad == KVD_PAGE_BAD_NAME;
+	t->stats.bad_old += op->bad == KVD_PAGE_OLD;
+	t->stats.bad_digests += op->bad == KVD_PAGE_BAD_DIGEST;
+	snprintf(line, sizeof(line), "%s: pool %u, key %02x%02x%02x%02x..: %s: a miss",
+		 where, op->pool_id, op->want.key[0], op->want.key[1], op->want.key[2],
+		 op->want.key[3], why[op->bad]);
+	if (t->p.tell)
+		t->p.tell(t->p.tell_arg, line);
+}
+
+/* Is this the last tier that had the page? The pool's copy does not count. */
+void tier_dropped_last(struct kvd_tiers *t, const struct kvd_slot *s,
+		       enum kvd_tier_id from)
+{
+	const struct kvd_space *other =
+		space_of(t, from == KVD_TIER_DRAM ? KVD_TIER_NVME : KVD_TIER_DRAM);
+	struct kvd_slot_name name = {s->key, s->fingerprint, s->domain};
+
+	t->stats.dropped += !other || kvd_space_find(other, &name) == KVD_SLOT_NONE;
+}
+
+static void dram_dropped(void *arg, u32 id)
+{
+	struct kvd_tiers *t = arg;
+
+	tier_dropped_last(t, kvd_slot_at(&t->dram, id), KVD_TIER_DRAM);
+}
+
+/* ---------------------------------------------------------------------- admin */
+
+static u32 domain_walk(struct kvd_space *sp, u32 domain_id, bool drop)
+{
+	u32 nr = 0;
+
+	for (u32 seg = 0; sp && seg < sp->nr_segments; seg++) {
+		u32 first = seg * sp->slots_per_segment;
+
+		for (u32 i = 0; sp->segments[seg].nr_used && i < sp->slots_per_segment;
+		     i++) {
+			const struct kvd_slot *s = &sp->slots[first + i];
+
+			if (s->state != KVD_SLOT_READY || s->domain != domain_id)
+				continue;
+			nr++;
+			if (drop)
+				kvd_space_drop(sp, first + i);
+		}
+	}
+	return nr;
+}
+
+u32 kvd_tier_drop_domain(struct kvd_tiers *t, u32 domain_id)
+{
+	struct tier_op *op;
+
+	/* What is on its way is not stored, or found, either. */
+	list_for_each_entry (op, &t->all, node)
+		op->cancelled |= t->idents[op->tenant].domain_id == domain_id;
+	list_for_each_entry (op, &t->late, node)
+		op->cancelled |= t->idents[op->tenant].domain_id == domain_id;
+	list_for_each_entry (op, &t->writing, node)
+		op->cancelled |= t->idents[op->tenant].domain_id == domain_id;
+	return domain_walk(&t->dram, domain_id, true) +
+	       domain_walk(space_of(t, KVD_TIER_NVME), domain_id, true);
+}
+
+u32 kvd_tier_count_domain(const struct kvd_tiers *t, u32 domain_id)
+{
+	struct kvd_tiers *mutable = (struct kvd_tiers *)t;
+
+	return domain_walk(&mutable->dram, domain_id, false) +
+	       domain_walk(space_of(mutable, KVD_TIER_NVME), domain_id, false);
+}
+
+bool kvd_tier_drop_page(struct kvd_tiers *t, const struct kvd_slot_name *name)
+{
+	bool had = false;
+
+	for (u32 i = 0; i < KVD_TIER_NR; i++) {
+		struct kvd_space *sp = space_of(t, i);
+		u32 id = sp ? kvd_space_find(sp, name) : KVD_SLOT_NONE;
+
+		if (id == KVD_SLOT_NONE || kvd_slot_at(sp, id)->state != KVD_SLOT_READY)
+			continue;
+		kvd_space_drop(sp, id);
+		had = true;
+	}
+	return had;
+}
+
+/* ------------------------------------------------------------------- lifetime */
+
+static const struct kvd_spill_ops spill_ops = {
+	.evict = tier_evict,
+	.restore = tier_restore,
+};
+
+const struct kvd_spill_ops *kvd_tier_ops(void)
+{
+	return &spill_ops;
+}
+
+static int store_start(struct kvd_tiers *t, char *error)
+{
+	struct kvd_store_params sp = {
+		.path = t->p.nvme_path,
+		.size_bytes = t->p.nvme_bytes,
+		.depth = t->p.nvme_depth,
+		.pool = t->p.pool,
+		.pool_bytes = t->p.dram_bytes,
+		.force_threads = t->p.force_threads,
+		.workers = t->workers,
+		.identify = identify,
+		.describe = describe,
+		.arg = t,
+	};
+
+	memcpy(sp.host_mark, t->p.host_mark, sizeof(sp.host_mark));
+	return kvd_store_open(&sp, error, &t->store);
+}
+
+int kvd_tier_create(const struct kvd_tier_params *p, char *error, struct kvd_tiers **ret)
+{
+	struct kvd_tiers *t = calloc(1, sizeof(*t));
+	int r;
+
+	error[0] = 0;
+	if (!t)
+		return -ENOMEM;
+	t->p = *p;
+	t->core = p->core;
+	list_init(&t->free);
+	list_init(&t->all);
+	list_init(&t->writing);
+	list_init(&t->late);
+	list_init(&t->copies[0]);
+	list_init(&t->copies[1]);
+	for (u16 i = 0; i < KVD_TIER_OPS; i++) {
+		t->ops[i].index = i;
+		list_add_tail(&t->free, &t->ops[i].node);
+	}
+	r = kvd_space_init(&t->dram, p->dram_bytes, kvd_segment_bytes(p->dram_bytes));
+	if (r) {
+		snprintf(error, KVD_STORE_ERROR, "tiers.dram.size: %llu: %s",
+			 (unsigned long long)p->dram_bytes, strerror(-r));
+		goto free_tiers;
+	}
+	t->dram.dropped = dram_dropped;
+	t->dram.arg = t;
+	r = kvd_workers_create(p->nr_workers, &t->workers);
+	if (r)
+		goto fini_dram;
+	r = p->nvme_path ? store_start(t, error) : 0;
+	if (r)
+		goto destroy_workers;
+	*ret = t;
+	return 0;
+destroy_workers:
+	kvd_workers_destroy(t->workers);
+fini_dram:
+	kvd_space_fini(&t->dram);
+free_tiers:
+	if (!error[0])
+		snprintf(error, KVD_STORE_ERROR, "tiers: %s", strerror(-r));
+	free(t);
+	return r;
+}
+
+void kvd_tier_copier(struct kvd_tiers *t, bool down)
+{
+	t->copier_down = down;
+}
+
+void kvd_tier_stop(struct kvd_tiers *t)
+{
+	t->stopped = true;
+	/* What was not handed to the copier will not be. */
+	for (u32 dir = 0; dir < 2; dir++) {
+		struct tier_op *op, *tmp;
+
+		list_for_each_entry_safe (op, tmp, &t->copies[dir], wait) {
+			t->nr_copies[dir]--;
+			copied(op, -ECANCELED);
+		}
+	}
+}
+
+void kvd_tier_drain(struct kvd_tiers *t)
+{
+	u32 nr = 1;
+
+	kvd_tier_stop(t);
+	while (nr) {
+		kvd_tier_ready(t);
+		if (t->store)
+			kvd_io_flush(t->store->io);
+		nr = kvd_workers_pending(t->workers) +
+		     (t->store ? kvd_io_pending(t->store->io) : 0);
+		if (nr)
+			usleep(100);
+	}
+}
+
+void kvd_tier_destroy(struct kvd_tiers *t)
+{
+	if (!t)
+		return;
+	kvd_tier_drain(t);
+	kv_assert(!t->nr_busy);
+	kvd_store_close(t->store, true);
+	kvd_workers_destroy(t->workers);
+	kvd_space_fini(&t->dram);
+	free(t);
+}
+
+/* ----------------------------------------------------------------------- turn */
+
+u32 kvd_tier_fds(const struct kvd_tiers *t, int fds[2])
+{
+	int io = t->store ? kvd_io_fd(t->store->io) : -1;
+
+	fds[0] = kvd_workers_fd(t->workers);
+	fds[1] = io;
+	return io < 0 ? 1 : 2;
+}
+
+void kvd_tier_ready(struct kvd_tiers *t)
+{
+	kvd_workers_reap(t->workers);
+	if (t->store)
+		kvd_io_reap(t->store->io);
+}
+
+bool kvd_tier_turn(struct kvd_tiers *t)
+{
+	bool more = false;
+
+	t->more = false;
+	copies_start(t, KVD_TIER_OUT);
+	copies_start(t, KVD_TIER_IN);
+	if (t->store) {
+		tier_writes_start(t);
+		kvd_io_flush(t->store->io);
+		more = kvd_store_turn(t->store);
+	}
+	return more || t->more;
+}
+
+void kvd_tier_tick(struct kvd_tiers *t)
+{
+	tier_restore_deadlines(t);
+	tenants_check(t);
+}
+
+u64 kvd_tier_serial(const struct kvd_tiers *t)
+{
+	return t->serial;
+}
+
+u64 kvd_tier_oldest(const struct kvd_tiers *t)
+{
+	const struct tier_op *op = list_first(&t->all, struct tier_op, node);
+
+	return op ? op->serial : KVD_TIER_NONE;
+}
+
+/* ------------------------------------------------------------------- questions */
+
+const struct kvd_tier_stats *kvd_tier_stats(const struct kvd_tiers *t)
+{
+	return &t->stats;
+}
+
+void kvd_tier_stats_each(const struct kvd_tiers *t,
+			 void (*fn)(void *arg, const char *name, u64 value), void *arg)
+{
+#define TIER_EACH(name) fn(arg, #name, t->stats.name);
+	KVD_TIER_COUNTERS(TIER_EACH)
+#undef TIER_EACH
+}
+
+const struct kvd_space *kvd_tier_space(const struct kvd_tiers *t, enum kvd_tier_id tier)
+{
+	return space_of((struct kvd_tiers *)t, tier);
+}
+
+const struct kvd_store *kvd_tier_store(const struct kvd_tiers *t)
+{
+	return t->store;
+}
+
+const char *kvd_tier_fault(const struct kvd_tiers *t)
+{
+	return t->fault;
+}
+
+u32 kvd_tier_busy(const struct kvd_tiers *t)
+{
+	return t->nr_busy;
+}
