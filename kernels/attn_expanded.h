@@ -27,7 +27,7 @@ extern "C" {
  * @nope_dim, @rope_dim, @v_dim: 128, 64, 128
  * @sm_scale: multiplies scores; > 0
  * @act_dtype: of all arrays: KVK_BF16
- * @flags: KVK_ATTN_SINGLE
+ * @reserved: 0
  *
  * A request that did not pass its check gets NaN and none of its tokens is read.
  */
@@ -40,7 +40,7 @@ struct kvk_attn_expanded_args {
 	uint32_t rope_dim;
 	uint32_t v_dim;
 	uint32_t act_dtype;
-	uint32_t flags;
+	uint32_t reserved;
 	float sm_scale;
 	const void *kv;
 	const void *rope;
@@ -49,9 +49,6 @@ struct kvk_attn_expanded_args {
 };
 
 int kvk_attn_expanded_cuda(const struct kvk_attn_expanded_args *a, kvk_stream stream);
-
-/* Bench only: CTAs on their own, not in pairs that share K and V. */
-#define KVK_ATTN_SINGLE 0x20000000u
 
 #ifdef __cplusplus
 }

@@ -11,8 +11,8 @@ template <class C> KVK_DEV void pf_init(const struct pf_params &p, struct pf_sme
 		for (int i = 0; i < PF_STAGES; i++) {
 			mbar_init(&sm->k_full[i], 1);
 			mbar_init(&sm->v_full[i], 1);
-			mbar_init(&sm->k_empty[i], 8 * C::CL);
-			mbar_init(&sm->v_empty[i], 8 * C::CL);
+			mbar_init(&sm->k_empty[i], 8);
+			mbar_init(&sm->v_empty[i], 8);
 		}
 		for (int i = 0; i < 2; i++) {
 			mbar_init(&sm->q_full[i], 1);
@@ -24,17 +24,18 @@ template <class C> KVK_DEV void pf_init(const struct pf_params &p, struct pf_sme
 			tma_prefetch_map(&p.rope);
 	}
 	pf_plan<C>(p, sm);
-	if (C::CL > 1)
-		cluster_sync();
 }
 
-template <class C> KVK_DEV void pf_kernel(const struct pf_params &p)
+template <class C>
+__global__ void __launch_bounds__(PF_THREADS, 1)
+	attn_prefill_kernel(const __grid_constant__ struct pf_params p)
 {
 	extern __shared__ __align__(1024) uint8_t smem_raw[];
 	struct pf_smem<C> *sm = (struct pf_smem<C> *)smem_raw;
+	const uint32_t wg = pf_uniform(threadIdx.x / 128);
 
 	pf_init<C>(p, sm);
-	if (threadIdx.x < 128) {
+	if (wg == 0) {
 		regs_dec<56>();
 		if (threadIdx.x < 32)
 			pf_feed_kv<C>(p, sm);
@@ -42,25 +43,8 @@ template <class C> KVK_DEV void pf_kernel(const struct pf_params &p)
 			pf_feed_q<C>(p, threadIdx.x / 32 - 1, sm);
 	} else {
 		regs_inc<224>();
-		pf_consume<C>(p, threadIdx.x / 128 - 1, sm);
+		pf_consume<C>(p, wg - 1, sm);
 	}
-	__syncwarp();
-	if (C::CL > 1) /* the other CTA may still write here and arrive here */
-		cluster_sync();
-}
-
-template <class C>
-__global__ void __launch_bounds__(PF_THREADS, 1)
-	attn_prefill_kernel(const __grid_constant__ struct pf_params p)
-{
-	pf_kernel<C>(p);
-}
-
-template <class C>
-__global__ void __launch_bounds__(PF_THREADS, 1) __cluster_dims__(2, 1, 1)
-	attn_prefill_pair_kernel(const __grid_constant__ struct pf_params p)
-{
-	pf_kernel<C>(p);
 }
 
 /* ----------------------------------------------------------------------------- launcher
@@ -107,42 +91,34 @@ static int pf_map(CUtensorMap *map, const void *base, const uint64_t dim[4],
 	return 0;
 }
 
-/* CTAs that run at once, in whole clusters; 0: the kernel cannot run here. */
-template <class C, class K> static int pf_nr_ctas(K kernel)
+/* One CTA per SM; 0: the kernel cannot run here. */
+template <class C> static int pf_nr_ctas(void)
 {
-	const size_t smem = sizeof(struct pf_smem<C>);
-	cudaLaunchConfig_t cfg = {};
-	int dev, sms = 0, clusters = 0;
+	int dev, sms = 0;
 
-	if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-				 (int)smem) != cudaSuccess ||
+	if (cudaFuncSetAttribute(attn_prefill_kernel<C>,
+				 cudaFuncAttributeMaxDynamicSharedMemorySize,
+				 (int)sizeof(struct pf_smem<C>)) != cudaSuccess ||
 	    cudaGetDevice(&dev) != cudaSuccess ||
 	    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, dev) !=
 		    cudaSuccess)
 		return 0;
-	if (C::CL == 1)
-		return sms;
-	cfg.gridDim = dim3((unsigned)sms / C::CL * C::CL);
-	cfg.blockDim = dim3(PF_THREADS);
-	cfg.dynamicSmemBytes = smem;
-	if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &cfg) != cudaSuccess)
-		return 0;
-	return clusters * C::CL;
+	return sms;
 }
 
 /* Queue it, PF_BATCH_MAX requests a launch. */
-template <class C, class K>
-static int pf_launch(K kernel, const struct kvk_batch *b, struct pf_params *p,
-		     cudaStream_t stream)
+template <class C>
+static int pf_launch(const struct kvk_batch *b, struct pf_params *p, cudaStream_t stream)
 {
-	static const int nr_ctas = pf_nr_ctas<C>(kernel);
+	const size_t smem = sizeof(struct pf_smem<C>);
+	const int nr_ctas = pf_nr_ctas<C>();
 
 	if (nr_ctas <= 0)
 		return -EIO;
 	for (uint32_t r = 0; r < b->nr_requests; r += PF_BATCH_MAX) {
 		p->nr_requests = min(b->nr_requests - r, PF_BATCH_MAX);
-		kernel<<<(unsigned)nr_ctas, PF_THREADS, sizeof(struct pf_smem<C>),
-			 stream>>>(*p);
+		attn_prefill_kernel<C>
+			<<<(unsigned)nr_ctas, PF_THREADS, smem, stream>>>(*p);
 		if (cudaGetLastError() != cudaSuccess)
 			return -EIO;
 		p->row_start += PF_BATCH_MAX;
@@ -153,18 +129,6 @@ static int pf_launch(K kernel, const struct kvk_batch *b, struct pf_params *p,
 			p->kv_start += PF_BATCH_MAX;
 	}
 	return 0;
-}
-
-template <int DK, int DV, bool PAGED>
-static int pf_launch_any(uint32_t flags, const struct kvk_batch *b, struct pf_params *p,
-			 cudaStream_t stream)
-{
-	using C1 = pf_cfg<DK, DV, PAGED, 1>;
-	using C2 = pf_cfg<DK, DV, PAGED, 2>;
-
-	if (flags & KVK_ATTN_SINGLE)
-		return pf_launch<C1>(attn_prefill_kernel<C1>, b, p, stream);
-	return pf_launch<C2>(attn_prefill_pair_kernel<C2>, b, p, stream);
 }
 
 static void pf_batch(struct pf_params *p, const struct kvk_batch *b)
@@ -219,8 +183,8 @@ static int pf_paged(const struct kvk_attn_args *a, cudaStream_t stream)
 		return -EIO;
 	p.rope = p.k;
 	return l->head_dim == 128
-		       ? pf_launch_any<128, 128, true>(a->flags, &a->batch, &p, stream)
-		       : pf_launch_any<64, 64, true>(a->flags, &a->batch, &p, stream);
+		       ? pf_launch<pf_cfg<128, 128, true>>(&a->batch, &p, stream)
+		       : pf_launch<pf_cfg<64, 64, true>>(&a->batch, &p, stream);
 }
 
 /**
@@ -274,6 +238,5 @@ int kvk_attn_expanded_cuda(const struct kvk_attn_expanded_args *a, kvk_stream st
 	if (pf_map(&p.k, a->kv, dim, stride) ||
 	    pf_map(&p.rope, a->rope, rope_dim, rope_stride))
 		return -EIO;
-	return pf_launch_any<192, 128, false>(a->flags, &a->batch, &p,
-					      (cudaStream_t)stream);
+	return pf_launch<pf_cfg<192, 128, false>>(&a->batch, &p, (cudaStream_t)stream);
 }

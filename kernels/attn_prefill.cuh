@@ -31,11 +31,10 @@
  * array of all tokens with K's first part and V of a head side by side, and one with K's
  * last 64 values, which all heads share.
  */
-template <int DK_, int DV_, bool PAGED_, int CL_> struct pf_cfg {
+template <int DK_, int DV_, bool PAGED_> struct pf_cfg {
 	static constexpr int DK = DK_;
 	static constexpr int DV = DV_;
 	static constexpr bool PAGED = PAGED_;
-	static constexpr int CL = CL_; /* CTAs of a cluster: they share K and V */
 	static constexpr int KH = DK / 64;
 	static constexpr int VH = DV / 64;
 };
@@ -92,19 +91,18 @@ template <class C> struct pf_smem {
  */
 
 /*
- * Work of one cluster: PF_ROWS * CL rows of one request and kv head. Items of a request go
- * from its last rows, which see most, to its first, kv heads inside: neighbours read the
- * same tokens at the same time.
+ * Work of a CTA: PF_ROWS rows of one request and kv head. Items of a request go from its
+ * last rows, which see most, to its first, kv heads inside: neighbours read the same tokens
+ * at the same time.
  */
 struct pf_item {
 	struct pf_req r;
 	uint32_t kv_head;
-	uint32_t row0;	 /* first row of this CTA */
-	uint32_t nr_cta; /* tiles of tokens that this CTA's rows need */
-	uint32_t nr;	 /* ... that the cluster's rows need */
+	uint32_t row0; /* first row */
+	uint32_t nr;   /* tiles of tokens that the rows need */
 };
 
-/* One thread's walk over its cluster's items, to and fro over the sorted list. */
+/* A CTA's walk over its items, to and fro over the sorted list. */
 struct pf_walk {
 	uint32_t round;
 	uint32_t req;
@@ -118,16 +116,20 @@ KVK_DEV uint32_t pf_tiles(const struct pf_req &r, uint32_t group, uint32_t row)
 	return sees <= PF_KEYS ? 1 : (uint32_t)(sees + PF_KEYS - 1) / PF_KEYS;
 }
 
+/* The same in every lane, and the compiler knows. */
+KVK_DEV uint32_t pf_uniform(uint32_t v)
+{
+	return __shfl_sync(~0u, v, 0);
+}
+
 template <class C>
 KVK_DEV bool pf_next(const struct pf_params &p, const struct pf_smem<C> *sm,
 		     struct pf_walk *w, struct pf_item *ret)
 {
-	const uint32_t nr_clusters = gridDim.x / C::CL, me = blockIdx.x / C::CL;
-	const uint32_t total = sm->reqs[p.nr_requests].item0,
-		       base = w->round * nr_clusters;
-	uint32_t i = base + (w->round & 1 ? nr_clusters - 1 - me : me), r, row0, end;
+	const uint32_t base = w->round * gridDim.x;
+	uint32_t i = base + (w->round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x), r;
 
-	if (i >= total)
+	if (i >= pf_uniform(sm->reqs[p.nr_requests].item0))
 		return false;
 	w->round++;
 	while (base >= sm->reqs[w->req + 1].item0)
@@ -137,14 +139,12 @@ KVK_DEV bool pf_next(const struct pf_params &p, const struct pf_smem<C> *sm,
 	ret->r = sm->reqs[r];
 	i -= ret->r.item0;
 	ret->kv_head = i % p.nr_kv_heads;
-	row0 = (sm->reqs[r + 1].item0 - ret->r.item0) / p.nr_kv_heads - 1 -
-	       i / p.nr_kv_heads;
-	row0 *= PF_ROWS * C::CL;
-	end = min(row0 + PF_ROWS * C::CL, ret->r.nr_rows);
-	ret->nr = pf_tiles(ret->r, p.group, end - 1);
-	ret->row0 = row0 + (C::CL > 1 ? cluster_rank() * PF_ROWS : 0);
-	end = min(ret->row0 + PF_ROWS, ret->r.nr_rows);
-	ret->nr_cta = ret->row0 < end ? pf_tiles(ret->r, p.group, end - 1) : 0;
+	ret->row0 = ((sm->reqs[r + 1].item0 - ret->r.item0) / p.nr_kv_heads - 1 -
+		     i / p.nr_kv_heads) *
+		    PF_ROWS;
+	ret->nr = pf_uniform(
+		pf_tiles(ret->r, p.group, min(ret->row0 + PF_ROWS, ret->r.nr_rows) - 1));
+	ret->r.ok = pf_uniform(ret->r.ok);
 	return true;
 }
 
@@ -173,8 +173,7 @@ template <class C> KVK_DEV void pf_plan(const struct pf_params &p, struct pf_sme
 		q.first = (int32_t)q.len - (int32_t)(p.q_start[r + 1] - q.q0);
 		q.src = C::PAGED ? p.row_start[r] : p.kv_start[r];
 		q.ok = pf_request_ok(p, r);
-		items = (q.nr_rows + PF_ROWS * C::CL - 1) / (PF_ROWS * C::CL) *
-			p.nr_kv_heads;
+		items = (q.nr_rows + PF_ROWS - 1) / PF_ROWS * p.nr_kv_heads;
 		sm->order[r] = q.len;
 	}
 	__syncthreads();

@@ -24,6 +24,17 @@ KVK_DEV void pf_copy16(uint32_t dst, const void *src, uint32_t bytes)
 		     : "memory");
 }
 
+/* Where a row's query starts, in 16-byte pieces from the request's; ~0: no such row. */
+template <class C>
+KVK_DEV uint32_t pf_q_at(const struct pf_params &p, const struct pf_item &it,
+			 uint32_t row)
+{
+	if (row >= it.r.nr_rows)
+		return ~0u;
+	return (row / p.group * p.nr_q_heads + it.kv_head * p.group + row % p.group) *
+	       (C::DK / 8);
+}
+
 /* 64 rows of a warpgroup; rows behind the last one become zero. One warp. */
 template <class C>
 KVK_DEV void pf_load_q(const struct pf_params &p, const struct pf_item &it, uint32_t wg,
@@ -31,18 +42,19 @@ KVK_DEV void pf_load_q(const struct pf_params &p, const struct pf_item &it, uint
 {
 	constexpr uint32_t PIECES = C::DK / 8;
 	const uint32_t lane = threadIdx.x & 31, q = smem_addr(sm->q);
+	const uint32_t at0 = pf_q_at<C>(p, it, it.row0 + wg * PF_WG_ROWS + lane);
+	const uint32_t at1 = pf_q_at<C>(p, it, it.row0 + wg * PF_WG_ROWS + 32 + lane);
+	const uint4 *src = (const uint4 *)(p.q + (size_t)it.r.q0 * p.nr_q_heads * C::DK);
 
-#pragma unroll 4
-	for (uint32_t i = lane; i < PF_WG_ROWS * PIECES; i += 32) {
-		uint32_t row = wg * PF_WG_ROWS + i / PIECES, c = i % PIECES;
-		uint32_t at = it.row0 + row;
-		bool in = at < it.r.nr_rows;
-		uint32_t t = in ? at / p.group : 0, h = in ? at % p.group : 0;
-		const uint16_t *src = p.q + (((size_t)it.r.q0 + t) * p.nr_q_heads +
-					     it.kv_head * p.group + h) *
-						    C::DK;
+#pragma unroll 8
+	for (uint32_t k = 0; k < PF_WG_ROWS * PIECES / 32; k++) {
+		uint32_t i = k * 32 + lane, row = i / PIECES, c = i % PIECES;
+		uint32_t a = __shfl_sync(~0u, at0, row % 32);
+		uint32_t b = __shfl_sync(~0u, at1, row % 32);
+		uint32_t at = row < 32 ? a : b;
 
-		pf_copy16(q + pf_swizzle(row, c), src + c * 8, in ? 16 : 0);
+		pf_copy16(q + pf_swizzle(wg * PF_WG_ROWS + row, c),
+			  src + (at == ~0u ? 0 : at + c), at == ~0u ? 0 : 16);
 	}
 	asm volatile("cp.async.wait_all;" ::: "memory");
 	fence_proxy_async();
@@ -59,7 +71,7 @@ KVK_DEV void pf_feed_q(const struct pf_params &p, uint32_t wg, struct pf_smem<C>
 	uint32_t n = 0;
 
 	while (pf_next<C>(p, sm, &w, &it)) {
-		if (!it.r.ok || !it.nr_cta)
+		if (!it.r.ok)
 			continue;
 		mbar_wait(&sm->q_empty[wg], (n++ & 1) ^ 1);
 		pf_load_q<C>(p, it, wg, sm);
@@ -73,8 +85,7 @@ KVK_DEV void pf_feed_q(const struct pf_params &p, uint32_t wg, struct pf_smem<C>
 struct pf_feed {
 	struct pf_item it;
 	uint32_t nr_pages; /* that hold tokens of the request */
-	uint32_t rank;
-	uint32_t kn; /* tiles issued so far */
+	uint32_t kn;	   /* tiles issued so far */
 	uint32_t vn;
 	uint32_t pfn;
 	uint32_t pfn0;
@@ -93,22 +104,11 @@ KVK_DEV uint32_t pf_pfn(const struct pf_params &p, struct pf_feed *f, uint32_t p
 	return __shfl_sync(~0u, f->pfn, (int)(page - f->pfn0));
 }
 
-/* One box of 64 tokens, to this CTA or to all of the cluster. */
-template <class C>
+/* One box of 64 tokens. */
 KVK_DEV void pf_box(const CUtensorMap *map, void *dst, uint64_t *bar, int c0, int c1,
 		    int c2, int c3)
 {
-	if constexpr (C::CL > 1)
-		tma_load_4d_multicast(smem_addr(dst), map, smem_addr(bar),
-				      (1u << C::CL) - 1, c0, c1, c2, c3);
-	else
-		tma_load_4d(smem_addr(dst), map, smem_addr(bar), c0, c1, c2, c3);
-}
-
-/* Does this CTA issue page @page's copies? In a cluster each takes every second one. */
-template <class C> KVK_DEV bool pf_mine(const struct pf_feed *f, uint32_t page)
-{
-	return C::CL == 1 || page % C::CL == f->rank;
+	tma_load_4d(smem_addr(dst), map, smem_addr(bar), c0, c1, c2, c3);
 }
 
 template <class C>
@@ -120,29 +120,29 @@ KVK_DEV void pf_load_k(const struct pf_params &p, struct pf_feed *f, uint32_t ti
 	const uint32_t kvh = f->it.kv_head;
 	uint64_t *bar = &sm->k_full[s];
 
-	cluster_wait(smem_addr(&sm->k_empty[s]), (f->kn++ / PF_STAGES & 1) ^ 1);
+	mbar_wait(&sm->k_empty[s], (f->kn++ / PF_STAGES & 1) ^ 1);
 	if ((threadIdx.x & 31) == 0)
 		mbar_arrive_expect(bar, nr * C::KH * PF_BOX);
 	for (uint32_t i = 0; i < nr; i++) {
 		uint32_t pfn = C::PAGED ? pf_pfn(p, f, page0 + i) : 0;
 		int tok = (int)(f->it.r.src + (page0 + i) * KV_PAGE_TOKENS);
 
-		if (!pf_mine<C>(f, page0 + i) || (threadIdx.x & 31))
+		if (threadIdx.x & 31)
 			continue;
 #pragma unroll
 		for (int h = 0; h < C::KH; h++) {
 			uint8_t *dst = sm->k[s][h] + i * PF_BOX;
 
 			if (C::PAGED)
-				pf_box<C>(&p.k, dst, bar, h * 64, (int)kvh * 128,
-					  (int)(pfn & ((1u << p.shift) - 1)),
-					  (int)(pfn >> p.shift));
+				pf_box(&p.k, dst, bar, h * 64, (int)kvh * 128,
+				       (int)(pfn & ((1u << p.shift) - 1)),
+				       (int)(pfn >> p.shift));
 			else if (h < C::KH - 1)
-				pf_box<C>(&p.k, dst, bar,
-					  (int)kvh * (C::DK - 64 + C::DV) + h * 64, tok,
-					  0, 0);
+				pf_box(&p.k, dst, bar,
+				       (int)kvh * (C::DK - 64 + C::DV) + h * 64, tok, 0,
+				       0);
 			else
-				pf_box<C>(&p.rope, dst, bar, 0, tok, 0, 0);
+				pf_box(&p.rope, dst, bar, 0, tok, 0, 0);
 		}
 	}
 }
@@ -168,8 +168,7 @@ KVK_DEV const uint4 *pf_v_row(const struct pf_params &p, const struct pf_feed *f
 }
 
 /*
- * V of a page that is not full: zeros where no token is, since 0 * NaN is NaN. All lanes;
- * every CTA fills its own.
+ * V of a page that is not full: zeros where no token is, since 0 * NaN is NaN. All lanes.
  */
 template <class C>
 KVK_DEV void pf_fill_v(const struct pf_params &p, const struct pf_feed *f, uint32_t page,
@@ -204,7 +203,7 @@ KVK_DEV void pf_load_v(const struct pf_params &p, struct pf_feed *f, uint32_t ti
 	const uint32_t kvh = f->it.kv_head;
 	uint64_t *bar = &sm->v_full[s];
 
-	cluster_wait(smem_addr(&sm->v_empty[s]), (f->vn++ / PF_STAGES & 1) ^ 1);
+	mbar_wait(&sm->v_empty[s], (f->vn++ / PF_STAGES & 1) ^ 1);
 	for (uint32_t i = nr; i < 2; i++) {
 		bool some = C::PAGED && page0 + i < f->nr_pages;
 		uint32_t pfn = some ? pf_pfn(p, f, page0 + i) : 0;
@@ -217,21 +216,21 @@ KVK_DEV void pf_load_v(const struct pf_params &p, struct pf_feed *f, uint32_t ti
 		uint32_t pfn = C::PAGED ? pf_pfn(p, f, page0 + i) : 0;
 		int tok = (int)(f->it.r.src + (page0 + i) * KV_PAGE_TOKENS);
 
-		if (!pf_mine<C>(f, page0 + i) || (threadIdx.x & 31))
+		if (threadIdx.x & 31)
 			continue;
 #pragma unroll
 		for (int h = 0; h < C::VH; h++) {
 			uint8_t *dst = sm->v[s][h] + i * PF_BOX;
 
 			if (C::PAGED)
-				pf_box<C>(&p.k, dst, bar, h * 64, (int)kvh * 128 + 64,
-					  (int)(pfn & ((1u << p.shift) - 1)),
-					  (int)(pfn >> p.shift));
+				pf_box(&p.k, dst, bar, h * 64, (int)kvh * 128 + 64,
+				       (int)(pfn & ((1u << p.shift) - 1)),
+				       (int)(pfn >> p.shift));
 			else
-				pf_box<C>(&p.k, dst, bar,
-					  (int)kvh * (C::DK - 64 + C::DV) + C::DK - 64 +
-						  h * 64,
-					  tok, 0, 0);
+				pf_box(&p.k, dst, bar,
+				       (int)kvh * (C::DK - 64 + C::DV) + C::DK - 64 +
+					       h * 64,
+				       tok, 0, 0);
 		}
 	}
 }
@@ -243,7 +242,6 @@ KVK_DEV void pf_feed_kv(const struct pf_params &p, struct pf_smem<C> *sm)
 	struct pf_walk w = {};
 	struct pf_feed f = {};
 
-	f.rank = C::CL > 1 ? cluster_rank() : 0;
 	while (pf_next<C>(p, sm, &w, &f.it)) {
 		if (!f.it.r.ok)
 			continue;

@@ -35,18 +35,12 @@ KVK_DEV void pf_turn_give(uint32_t wg)
 	asm volatile("bar.arrive %0, 256;" ::"r"(PF_BAR_TURN + (wg ^ 1)) : "memory");
 }
 
-/* This warp is done with a stage: tell every CTA that writes to it. */
-template <class C> KVK_DEV void pf_release(uint64_t *empty)
+/* This warp is done with a stage. */
+KVK_DEV void pf_release(uint64_t *empty)
 {
-	const uint32_t lane = threadIdx.x & 31;
-
 	__syncwarp();
-	if constexpr (C::CL > 1) {
-		if (lane < C::CL)
-			cluster_arrive(smem_addr(empty), lane);
-	} else if (lane == 0) {
+	if ((threadIdx.x & 31) == 0)
 		mbar_arrive(empty);
-	}
 }
 
 /* s = Q K^T, one group */
@@ -55,9 +49,9 @@ template <class C> KVK_DEV void pf_qk(struct pf_state<C> &t, uint64_t q, uint64_
 	wgm_fence();
 #pragma unroll
 	for (int i = 0; i < C::DK / 16; i++) {
-		uint64_t at = i / 4 * (PF_HALF / 16) + i % 4 * 2;
+		uint32_t at = i / 4 * (PF_HALF / 16) + i % 4 * 2;
 
-		wgm_ss_bf16<PF_KEYS>(t.s, q + at, k + at, i != 0);
+		wgm_ss_bf16<PF_KEYS>(t.s, wgm_desc_at(q, at), wgm_desc_at(k, at), i != 0);
 	}
 	wgm_commit();
 }
@@ -68,7 +62,8 @@ template <class C> KVK_DEV void pf_pv(struct pf_state<C> &t, uint64_t v, bool fi
 	wgm_fence();
 #pragma unroll
 	for (int i = 0; i < PF_KEYS / 16; i++)
-		wgm_rs_bf16<C::DV, 1>(t.o, t.p + 4 * i, v + i * 128, i != 0 || !first);
+		wgm_rs_bf16<C::DV, 1>(t.o, t.p + 4 * i, wgm_desc_at(v, i * 128),
+				      i != 0 || !first);
 	wgm_commit();
 }
 
@@ -241,12 +236,6 @@ KVK_DEV void pf_store_nan(const struct pf_params &p, const struct pf_item &it,
 /* -------------------------------------------------------------------------------- items
  */
 
-/* Tiles consumed so far, of all items: they number the stages. */
-struct pf_count {
-	uint32_t q;
-	uint32_t kv;
-};
-
 KVK_DEV uint32_t pf_phase(uint32_t n)
 {
 	return n / PF_STAGES & 1;
@@ -263,18 +252,34 @@ template <class C> KVK_DEV uint64_t pf_v_desc(struct pf_smem<C> *sm, uint32_t n)
 }
 
 /*
- * One tile after the first: Q K^T of tile @j and P V of the one before are in flight
- * together; the warpgroups take turns to issue, so that one's exponentials run beside the
- * other's products.
+ * Wait for what comes next: K of tile n + 1, or V of the last tile. It stands between the
+ * exponentials and the wait for P V, and the loop in it keeps the assembler from moving that
+ * wait up: without it P V would be waited for before the first exponential.
+ */
+template <class C>
+KVK_DEV void pf_wait_next(struct pf_state<C> &t, uint32_t n, bool more,
+			  struct pf_smem<C> *sm)
+{
+	const uint32_t at = more ? n + 1 : n;
+	uint64_t *bar = more ? &sm->k_full[at % PF_STAGES] : &sm->v_full[at % PF_STAGES];
+
+	wgm_keep(t.s);
+	wgm_keep(t.l);
+	mbar_wait(bar, pf_phase(at));
+}
+
+/*
+ * One tile after the first, whose K is there: Q K^T of tile @j and P V of the one before are
+ * in flight together; the warpgroups take turns to issue, so that one's exponentials run
+ * beside the other's products.
  */
 template <class C, bool MASK>
 KVK_DEV void pf_step(const struct pf_params &p, struct pf_state<C> &t, uint64_t q,
-		     uint32_t wg, uint32_t j, uint32_t n, uint64_t *q_done, float slack,
+		     uint32_t wg, uint32_t j, uint32_t last, uint32_t n, float slack,
 		     struct pf_smem<C> *sm)
 {
 	const uint32_t pn = n - 1;
 
-	mbar_wait(&sm->k_full[n % PF_STAGES], pf_phase(n));
 	if (PF_TURNS(C))
 		pf_turn_wait(wg);
 	pf_qk<C>(t, q, pf_k_desc<C>(sm, n));
@@ -284,28 +289,18 @@ KVK_DEV void pf_step(const struct pf_params &p, struct pf_state<C> &t, uint64_t 
 		pf_turn_give(wg);
 	wgm_wait<1>();
 	wgm_keep(t.s);
-	pf_release<C>(&sm->k_empty[n % PF_STAGES]);
-	if (q_done && (threadIdx.x & 31) == 0)
-		mbar_arrive(q_done);
+	pf_release(&sm->k_empty[n % PF_STAGES]);
+	if (MASK && j == last)
+		pf_release(&sm->q_empty[wg]);
 	if (MASK)
 		pf_mask<C>(t, (int)j);
 	pf_softmax<C>(t, p.scale, slack);
+	pf_wait_next<C>(t, n, j < last, sm);
 	wgm_wait<0>();
 	wgm_keep(t.o);
-	pf_release<C>(&sm->v_empty[pn % PF_STAGES]);
+	pf_release(&sm->v_empty[pn % PF_STAGES]);
 	pf_rescale<C>(t);
 	pf_pack<C>(t);
-}
-
-/* Tiles that only the cluster's other CTA needs: let them pass. */
-template <class C> KVK_DEV void pf_skip(struct pf_smem<C> *sm, uint32_t n0, uint32_t n1)
-{
-	for (uint32_t n = n0; n < n1; n++) {
-		mbar_wait(&sm->k_full[n % PF_STAGES], pf_phase(n));
-		pf_release<C>(&sm->k_empty[n % PF_STAGES]);
-		mbar_wait(&sm->v_full[n % PF_STAGES], pf_phase(n));
-		pf_release<C>(&sm->v_empty[n % PF_STAGES]);
-	}
 }
 
 template <class C>
@@ -325,7 +320,7 @@ KVK_DEV void pf_item_rows(const struct pf_params &p, const struct pf_item &it,
 		t.m[r] = -INFINITY;
 		t.l[r] = 0.f;
 	}
-	*ret_full = all < 0 ? 0 : (uint32_t)all / PF_KEYS;
+	*ret_full = pf_uniform(all < 0 ? 0 : (uint32_t)all / PF_KEYS);
 }
 
 template <class C>
@@ -335,7 +330,7 @@ KVK_DEV void pf_item_run(const struct pf_params &p, const struct pf_item &it, ui
 {
 	const uint64_t q = wgm_desc(smem_addr(sm->q[0]) + wg * PF_WG_ROWS * 128);
 	const float slack = PF_SLACK / p.scale;
-	const uint32_t last = it.nr_cta - 1;
+	const uint32_t last = it.nr - 1;
 	uint32_t row, full, j = 1;
 
 	pf_item_rows<C>(p, it, wg, &row, t, &full);
@@ -344,23 +339,22 @@ KVK_DEV void pf_item_run(const struct pf_params &p, const struct pf_item &it, ui
 	pf_qk<C>(t, q, pf_k_desc<C>(sm, n0));
 	wgm_wait<0>();
 	wgm_keep(t.s);
-	pf_release<C>(&sm->k_empty[n0 % PF_STAGES]);
-	if (last == 0 && (threadIdx.x & 31) == 0)
-		mbar_arrive(&sm->q_empty[wg]);
+	pf_release(&sm->k_empty[n0 % PF_STAGES]);
+	if (last == 0)
+		pf_release(&sm->q_empty[wg]);
 	if (full == 0)
 		pf_mask<C>(t, 0);
 	pf_softmax<C>(t, p.scale, slack);
+	pf_wait_next<C>(t, n0, last > 0, sm);
 	pf_pack<C>(t);
 	for (; j < full && j < last; j++)
-		pf_step<C, false>(p, t, q, wg, j, n0 + j, NULL, slack, sm);
+		pf_step<C, false>(p, t, q, wg, j, last, n0 + j, slack, sm);
 	for (; j <= last; j++)
-		pf_step<C, true>(p, t, q, wg, j, n0 + j,
-				 j == last ? &sm->q_empty[wg] : NULL, slack, sm);
-	mbar_wait(&sm->v_full[(n0 + last) % PF_STAGES], pf_phase(n0 + last));
+		pf_step<C, true>(p, t, q, wg, j, last, n0 + j, slack, sm);
 	pf_pv<C>(t, pf_v_desc<C>(sm, n0 + last), last == 0);
 	wgm_wait<0>();
 	wgm_keep(t.o);
-	pf_release<C>(&sm->v_empty[(n0 + last) % PF_STAGES]);
+	pf_release(&sm->v_empty[(n0 + last) % PF_STAGES]);
 	pf_store<C>(p, it, row, t);
 }
 
@@ -368,10 +362,10 @@ template <class C>
 KVK_DEV void pf_consume(const struct pf_params &p, uint32_t wg, struct pf_smem<C> *sm)
 {
 	struct pf_walk w = {};
-	struct pf_count n = {};
 	struct pf_item it;
 	struct pf_state<C> t = {
 	};
+	uint32_t nr_q = 0, nr_kv = 0; /* consumed so far: they number the stages */
 
 	if (PF_TURNS(C) && wg == 1)
 		pf_turn_give(wg); /* the first warpgroup begins */
@@ -380,10 +374,8 @@ KVK_DEV void pf_consume(const struct pf_params &p, uint32_t wg, struct pf_smem<C
 			pf_store_nan<C>(p, it, wg);
 			continue;
 		}
-		if (it.nr_cta)
-			pf_item_run<C>(p, it, wg, n.kv, n.q++, sm, t);
-		pf_skip<C>(sm, n.kv + it.nr_cta, n.kv + it.nr);
-		n.kv += it.nr;
+		pf_item_run<C>(p, it, wg, nr_kv, nr_q++, sm, t);
+		nr_kv += it.nr;
 	}
 }
 

@@ -57,6 +57,12 @@ WGM_DEV uint64_t wgm_desc(uint32_t addr, uint32_t mn_bytes = 16)
 	       (64ull << 32) | (1ull << 62);
 }
 
+/* The descriptor of what lies @units of 16 bytes further. */
+WGM_DEV uint64_t wgm_desc_at(uint64_t desc, uint32_t units)
+{
+	return (desc & 0xffffffff00000000ull) | ((uint32_t)desc + units);
+}
+
 #define WGM_F8(d, i)                                                              \
 	"+f"((d)[i]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3]), \
 		"+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), "+f"((d)[(i) + 6]),       \

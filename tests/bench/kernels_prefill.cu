@@ -177,8 +177,6 @@ static struct kvk_attn_args paged_args(const struct prefill_case *c, uint32_t la
 	a.act_dtype = KVK_BF16;
 	a.q = c->q;
 	a.out = c->out;
-	if (getenv("KVB_ATTN_FLAGS")) /* tuning: attn_cuda.h, attn_expanded.h */
-		a.flags = (uint32_t)strtoul(getenv("KVB_ATTN_FLAGS"), NULL, 0);
 	return a;
 }
 
@@ -197,7 +195,6 @@ static int prefill_call(struct kvb_ctx *ctx, void *arg, uint32_t set)
 	e.nope_dim = e.v_dim = 128;
 	e.rope_dim = 64;
 	e.act_dtype = KVK_BF16;
-	e.flags = a.flags;
 	e.sm_scale = c->sm_scale;
 	e.kv = c->kv;
 	e.rope = c->rope;

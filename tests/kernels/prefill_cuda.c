@@ -170,11 +170,10 @@ static void fetch(struct world *w)
 }
 
 /* No workspace: short chunks take the prefill kernel too. */
-static void run_device(struct world *w, u32 flags)
+static void run_device(struct world *w)
 {
 	struct kvk_attn_args a = w->dev;
 
-	a.flags |= flags;
 	CUDA_OK(cudaMemset(a.out, 0xff, w->nr_out * sizeof(u16)));
 	KVT_EXPECT_EQ(kvk_attn_prefill_cuda(&a, NULL), 0);
 	fetch(w);
@@ -271,10 +270,8 @@ static void check(const struct kv_layout *l, u32 heads, const u32 *lengths,
 
 	world_init(&w, l, heads, lengths, q_lens, nr);
 	run_host(&w);
-	run_device(&w, KVK_ATTN_SINGLE);
-	expect_close(&w, "single heads/kv heads", heads, l->nr_kv_heads);
-	run_device(&w, 0);
-	expect_close(&w, "pairs heads/kv heads", heads, l->nr_kv_heads);
+	run_device(&w);
+	expect_close(&w, "heads/kv heads", heads, l->nr_kv_heads);
 	world_fini(&w);
 }
 
@@ -339,7 +336,7 @@ KVT_TEST_T(chunking_changes_no_bit, 60)
 	u32 done = 0;
 
 	world_init(&w, &l, 8, &length, &length, 1);
-	run_device(&w, 0);
+	run_device(&w);
 	whole = malloc(w.nr_out * sizeof(u16));
 	memcpy(whole, w.out16, w.nr_out * sizeof(u16));
 	for (u32 i = 0; i < KV_ARRAY_SIZE(chunks); i++) {
@@ -350,7 +347,7 @@ KVT_TEST_T(chunking_changes_no_bit, 60)
 		set_q_lens(&w, chunks + i, 1);
 		w.dev.batch = upload_batch(&w);
 		w.dev.q = (u16 *)w.d[QUERY] + at;
-		run_device(&w, i % 2 ? KVK_ATTN_SINGLE : 0);
+		run_device(&w);
 		KVT_EXPECT(!memcmp(w.out16, whole + at, (size_t)chunks[i] * 8 * 128 * 2));
 	}
 	KVT_EXPECT_EQ(done, length);
@@ -365,11 +362,11 @@ KVT_TEST_T(prefill_reruns_are_bit_equal, 60)
 	u16 *first;
 
 	world_init(&w, &l, 96, lengths_mixed, q_some, NR_MIXED);
-	run_device(&w, 0);
+	run_device(&w);
 	first = malloc(w.nr_out * sizeof(u16));
 	memcpy(first, w.out16, w.nr_out * sizeof(u16));
 	for (int i = 0; i < 20; i++) {
-		run_device(&w, i % 4 ? 0 : KVK_ATTN_SINGLE);
+		run_device(&w);
 		KVT_EXPECT(!memcmp(first, w.out16, w.nr_out * sizeof(u16)));
 	}
 	free(first);
@@ -404,7 +401,7 @@ KVT_TEST_T(failed_prefill_gives_nan_and_disturbs_nobody, 60)
 			w.f.verdicts[bad].step++; /* of another step */
 		}
 		w.dev.batch = upload_batch(&w);
-		run_device(&w, i < 2 ? 0 : KVK_ATTN_SINGLE);
+		run_device(&w);
 		mark_failed(&w, bad);
 		expect_close(&w, "beside a failed request", 8, bad);
 		world_fini(&w);
@@ -512,15 +509,12 @@ static void check_expanded(u32 heads, const u32 *lengths, const u32 *q_lens, u32
 	a.rope = w.d[ROPE];
 	a.q = w.d[QUERY];
 	a.out = w.d[OUT];
-	for (int single = 0; single < 2; single++) {
-		a.flags = single ? KVK_ATTN_SINGLE : 0;
-		CUDA_OK(cudaMemset(a.out, 0xff, w.nr_out * sizeof(u16)));
-		KVT_EXPECT_EQ(kvk_attn_expanded_cuda(&a, NULL), 0);
-		fetch(&w);
-		if (bad < nr)
-			mark_failed(&w, bad);
-		expect_close(&w, "expanded heads/single", heads, (u32)single);
-	}
+	CUDA_OK(cudaMemset(a.out, 0xff, w.nr_out * sizeof(u16)));
+	KVT_EXPECT_EQ(kvk_attn_expanded_cuda(&a, NULL), 0);
+	fetch(&w);
+	if (bad < nr)
+		mark_failed(&w, bad);
+	expect_close(&w, "expanded heads/requests", heads, nr);
 	free(kv);
 	free(rope);
 	world_fini(&w);
