@@ -268,3 +268,35 @@ int kvc_gpu_unmap(struct kvc_gpu *gpu, u8 *addr, size_t bytes)
 	leave(gpu);
 	return cr ? cuda_fail("cuMemUnmap", cr) : 0;
 }
+
+/** kvc_gpu_open_handle() - memory behind a legacy handle of 64 bytes. Return: 0; -errno */
+int kvc_gpu_open_handle(struct kvc_gpu *gpu, const u8 *handle, u8 **ret_addr)
+{
+	struct kv_cu_ipc_handle h;
+	kv_cu_result cr;
+	kv_cu_ptr at;
+	int r = enter(gpu);
+
+	if (r)
+		return r;
+	memcpy(&h, handle, sizeof(h));
+	cr = gpu->cu.ipc_open(&at, h, KV_CU_IPC_LAZY);
+	leave(gpu);
+	if (cr)
+		return cuda_fail("cuIpcOpenMemHandle", cr);
+	*ret_addr = (u8 *)(uintptr_t)at;
+	return 0;
+}
+
+/** kvc_gpu_close_handle() - as kvc_gpu_unmap() */
+int kvc_gpu_close_handle(struct kvc_gpu *gpu, u8 *addr)
+{
+	kv_cu_result cr;
+	int r = enter(gpu);
+
+	if (r)
+		return r;
+	cr = gpu->cu.ipc_close((kv_cu_ptr)(uintptr_t)addr);
+	leave(gpu);
+	return cr ? cuda_fail("cuIpcCloseMemHandle", cr) : 0;
+}

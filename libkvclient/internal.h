@@ -420,6 +420,16 @@ int kvc_gpu_reserve(struct kvc_gpu *gpu, size_t bytes, u8 **ret_base);
 int kvc_gpu_unreserve(struct kvc_gpu *gpu, u8 *base, size_t bytes);
 int kvc_gpu_map(struct kvc_gpu *gpu, int fd, u8 *addr, size_t bytes);
 int kvc_gpu_unmap(struct kvc_gpu *gpu, u8 *addr, size_t bytes);
+int kvc_gpu_open_handle(struct kvc_gpu *gpu, const u8 *handle, u8 **ret_addr);
+int kvc_gpu_close_handle(struct kvc_gpu *gpu, u8 *addr);
+
+/* ---------------------------------------------------------------------------- legacy.c
+ */
+
+int kvc_legacy_wait_locked(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns);
+int kvc_legacy_check(const struct kv_geometry *g);
+int kvc_legacy_map(struct kvc_gpu *gpu, const u8 *uuid, int fd, size_t bytes,
+		   u8 **ret_base);
 
 /* ----------------------------------------------------------------------------- ledger.c
  */

@@ -35,6 +35,8 @@ static int unmap_extent(struct kvc_pool *pool, u32 index)
 {
 	u8 *addr = pool->base + index * pool->geometry.extent_bytes;
 
+	if (pool->backend == KV_BACKEND_CUDA_LEGACY)
+		return kvc_gpu_close_handle(pool->gpu, addr);
 	if (pool->gpu)
 		return kvc_gpu_unmap(pool->gpu, addr, pool->geometry.extent_bytes);
 	if (mmap(addr, pool->geometry.extent_bytes, PROT_NONE,
@@ -75,8 +77,12 @@ static int map_extent(struct kvc_pool *pool, u32 index)
 
 	if (e->fd < 0 || e->state != KVC_EXTENT_NONE)
 		return 0;
-	r = pool->gpu ? kvc_gpu_map(pool->gpu, e->fd, pool->base + index * bytes, bytes)
-		      : map_memory(pool, index);
+	if (pool->backend == KV_BACKEND_CUDA_LEGACY)
+		r = kvc_legacy_map(pool->gpu, pool->gpu_uuid, e->fd, bytes, &pool->base);
+	else if (pool->gpu)
+		r = kvc_gpu_map(pool->gpu, e->fd, pool->base + index * bytes, bytes);
+	else
+		r = map_memory(pool, index);
 	if (r)
 		return r;
 	close(e->fd);
@@ -359,6 +365,8 @@ static int reserve(struct kvc_pool *pool)
 		pool->extents[i].fd = -1;
 	if (kvc_ledger_init(pool))
 		return -ENOMEM;
+	if (pool->backend == KV_BACKEND_CUDA_LEGACY)
+		return kvc_legacy_check(g); /* the address comes with the extent */
 	if (pool->gpu)
 		return kvc_gpu_reserve(pool->gpu, pool->va_bytes, &pool->base);
 	pool->base = mmap(NULL, pool->va_bytes, PROT_NONE,
@@ -401,10 +409,13 @@ static int map_table(struct kvc_pool *pool, struct kvc_link *link, int fd, u64 b
 /* Return: 0; as kvc_gpu_open(); -ESHUTDOWN the pool came back on other memory. */
 static int take_backend(struct kvc_pool *pool, const struct kv_msg_pool_reply *m)
 {
-	if (m->backend != KV_BACKEND_HOST && m->backend != KV_BACKEND_CUDA)
+	if (m->backend > KV_BACKEND_CUDA_LEGACY)
 		return kvc_fail(-ENODEV,
 				"backend=%u: this library maps host memory and CUDA's",
 				m->backend);
+	if (pool->base && m->backend == KV_BACKEND_CUDA_LEGACY)
+		return kvc_fail(-ESHUTDOWN,
+				"backend cuda-legacy: the memory died with kvmd");
 	if (pool->base && (m->backend != pool->backend ||
 			   memcmp(m->gpu_uuid, pool->gpu_uuid, sizeof(m->gpu_uuid))))
 		return kvc_fail(-ESHUTDOWN, "the pool came back on other memory");
@@ -440,7 +451,7 @@ static int take_reply(struct kvc_pool *pool, struct kvc_link *link, struct kvc_m
 	pool->backend = m->backend;
 	memcpy(pool->gpu_uuid, m->gpu_uuid, sizeof(pool->gpu_uuid));
 	pool->geometry = m->geometry;
-	r = pool->base ? 0 : reserve(pool);
+	r = pool->extents ? 0 : reserve(pool);
 	return r ? r : map_table(pool, link, in->fds[0], m->table_bytes);
 }
 
@@ -487,6 +498,8 @@ int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 dea
 		if (in->msg.type == KV_MSG_POOL_REPLY && in->msg.sequence == sequence) {
 			r = take_reply(pool, link, in);
 			kvc_msg_close_fds(in);
+			if (!r && pool->backend == KV_BACKEND_CUDA_LEGACY)
+				return kvc_legacy_wait_locked(pool, link, deadline_ns);
 			return !r && link->resumed
 				       ? kvc_leases_wait_locked(pool, link, deadline_ns)
 				       : r;
@@ -500,27 +513,6 @@ int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 dea
 		return kvc_fail(r, "pool_open: no answer from kvmd");
 	kvc_link_dead_locked(link, r);
 	return kvc_fail(r == -EPROTO ? r : -ECONNRESET, "pool_open: %s", strerror(-r));
-}
-
-/** kvc_pool_free_memory() - the part that a forked child may do as well */
-void kvc_pool_free_memory(struct kvc_pool *pool)
-{
-	if (!pool)
-		return;
-	for (u32 i = 0; i < KV_ANNOUNCE_SLOTS; i++)
-		free(pool->stamps[i]);
-	free(pool->ledger);
-	free(pool->ledger_tags);
-	free(pool->leases);
-	free(pool->ret);
-	free(pool->mirror);
-	free(pool->mirror_block);
-	free(pool->extents);
-	free(pool->gpu);
-	free(pool->scales);
-	pthread_mutex_destroy(&pool->lock);
-	pthread_mutex_destroy(&pool->mirror_lock);
-	free(pool);
 }
 
 /* A step that is just beginning may be reading the table; later ones see that it is gone.
@@ -568,7 +560,7 @@ static void unreserve(struct kvc_pool *pool)
 		if (pool->extents[i].state == KVC_EXTENT_MAPPED ||
 		    pool->extents[i].state == KVC_EXTENT_REMOVING)
 			r |= unmap_extent(pool, i);
-	if (!r)
+	if (!r && pool->backend != KV_BACKEND_CUDA_LEGACY)
 		r = kvc_gpu_unreserve(pool->gpu, pool->base, pool->va_bytes);
 	if (r)
 		kvc_log(pool->c, KVC_LOG_ERR, "pool %u: %s", pool->pool_id,

@@ -31,6 +31,27 @@ static bool no_uuid(const u8 *uuid)
 	return !memcmp(uuid, zero, sizeof(zero));
 }
 
+/** kvc_pool_free_memory() - the part that a forked child may do as well */
+void kvc_pool_free_memory(struct kvc_pool *pool)
+{
+	if (!pool)
+		return;
+	for (u32 i = 0; i < KV_ANNOUNCE_SLOTS; i++)
+		free(pool->stamps[i]);
+	free(pool->ledger);
+	free(pool->ledger_tags);
+	free(pool->leases);
+	free(pool->ret);
+	free(pool->mirror);
+	free(pool->mirror_block);
+	free(pool->extents);
+	free(pool->gpu);
+	free(pool->scales);
+	pthread_mutex_destroy(&pool->lock);
+	pthread_mutex_destroy(&pool->mirror_lock);
+	free(pool);
+}
+
 static struct kvc_pool *pool_create(struct kvc *c, const struct kv_layout *layout,
 				    const float *scales, const uint8_t *gpu_uuid)
 {

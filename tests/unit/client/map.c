@@ -229,11 +229,11 @@ KVT_TEST(unknown_backend_is_refused_by_name)
 	struct kv_layout layout = fake_layout();
 	struct kvc_pool *p = NULL;
 
-	fake.backend = KV_BACKEND_CUDA_LEGACY;
+	fake.backend = KV_BACKEND_CUDA_LEGACY + 1;
 	fake_start(&fake);
 	c = fake_connect(&fake, 500);
 	KVT_EXPECT_EQ(kvc_pool_open(c, &layout, NULL, NULL, &p), -ENODEV);
-	KVT_EXPECT_HAS(kvc_strerror(c), "backend=2");
+	KVT_EXPECT_HAS(kvc_strerror(c), "backend=3");
 	KVT_EXPECT(p == NULL);
 	layout.nr_scales = 4;
 	KVT_EXPECT_EQ(kvc_pool_open(c, &layout, NULL, NULL, &p), -EINVAL);
