@@ -26,6 +26,7 @@
 #include "json.h"
 
 #define RUN_LIMIT_NS (120 * KV_NSEC_PER_SEC)
+#define REPEAT_MAX   20u
 #define MPS_CONTROL  "nvidia-cuda-mps-control"
 
 extern char **environ;
@@ -37,6 +38,7 @@ struct run {
 	u32 n[ENGINES_MAX];
 	u32 nr_n;
 	u32 kinds; /* bits */
+	u64 repeat;
 	bool mps;
 	bool json;
 	struct engines_shared *shared;
@@ -50,7 +52,7 @@ static int usage(void)
 	fprintf(stderr, "usage: kvbench engines [--n 1,2,4] [--mps] [--only "
 			"decode,read] [--model DIR] [--weights NAME]\n"
 			"                       [--batch 1..256] [--ms 100..60000] "
-			"[--backend auto|host|cuda] [--json]\n");
+			"[--repeat 1..20] [--backend auto|host|cuda] [--json]\n");
 	return 2;
 }
 
@@ -99,6 +101,8 @@ static int parse_one(struct run *run, int c)
 		return 0;
 	case 'B':
 		return kvb_number("batch", optarg, 1, 256, &run->opt.batch);
+	case 'r':
+		return kvb_number("repeat", optarg, 1, REPEAT_MAX, &run->repeat);
 	case 't':
 		return kvb_number("ms", optarg, 100, 60000, &run->opt.seconds_ms);
 	case 'b':
@@ -118,8 +122,8 @@ static int parse(int argc, char **argv, struct run *run)
 	static const struct option longs[] = {
 		{"n", 1, 0, 'n'},     {"mps", 0, 0, 'm'},     {"only", 1, 0, 'o'},
 		{"model", 1, 0, 'd'}, {"weights", 1, 0, 'w'}, {"batch", 1, 0, 'B'},
-		{"ms", 1, 0, 't'},    {"backend", 1, 0, 'b'}, {"json", 0, 0, 'j'},
-		{0, 0, 0, 0},
+		{"ms", 1, 0, 't'},    {"backend", 1, 0, 'b'}, {"repeat", 1, 0, 'r'},
+		{"json", 0, 0, 'j'},  {0, 0, 0, 0},
 	};
 	int c, r = 0;
 
@@ -262,48 +266,85 @@ static int run_engines(struct run *run, enum engines_kind kind, u32 n)
 	return failed ? 1 : 0;
 }
 
-static void report(struct run *run, enum engines_kind kind, u32 n, bool mps, cJSON *rows)
-{
-	static double us[ENGINES_MAX * ENGINES_SAMPLES];
-	double total = 0, least = 0, most = 0, of_one;
-	struct kvb_dist d;
-	u32 nr = 0;
-	cJSON *o;
+/**
+ * struct line - one number of engines, all its repeats
+ * @total: units per second of all engines, by repeat
+ * @least, @most: of any engine in any repeat
+ * @us: steps of all
+ */
+struct line {
+	double total[REPEAT_MAX];
+	double least, most;
+	double us[ENGINES_MAX * ENGINES_SAMPLES];
+	u32 nr_us;
+};
 
+static void line_add(struct line *line, const struct engines_shared *shared, u32 n,
+		     u32 at)
+{
+	line->total[at] = 0;
 	for (u32 i = 0; i < n; i++) {
-		const struct engines_result *e = &run->shared->engine[i];
+		const struct engines_result *e = &shared->engine[i];
 		double rate = (double)e->units / e->seconds;
 
-		total += rate;
-		least = i ? KV_MIN(least, rate) : rate;
-		most = KV_MAX(most, rate);
-		for (u32 k = 0; k < e->nr_samples; k++)
-			us[nr++] = (double)e->step_us[k];
+		line->total[at] += rate;
+		line->least = at + i ? KV_MIN(line->least, rate) : rate;
+		line->most = at + i ? KV_MAX(line->most, rate) : rate;
+		for (u32 k = 0;
+		     k < e->nr_samples && line->nr_us < KV_ARRAY_SIZE(line->us); k++)
+			line->us[line->nr_us++] = (double)e->step_us[k];
 	}
-	kvb_dist_of(&d, us, nr);
+}
+
+static void report(struct run *run, enum engines_kind kind, u32 n, bool mps,
+		   struct line *line, cJSON *rows)
+{
+	double unit = kind == ENGINES_DECODE ? 1 : 1e-12, of_one;
+	struct kvb_dist d, total;
+	cJSON *o;
+
+	kvb_dist_of(&d, line->us, line->nr_us);
+	kvb_dist_of(&total, line->total, (u32)run->repeat);
 	if (n == 1 && !mps)
-		run->alone[kind] = total;
-	of_one = run->alone[kind] > 0 ? total / run->alone[kind] : 0;
+		run->alone[kind] = total.p50;
+	of_one = run->alone[kind] > 0 ? total.p50 / run->alone[kind] : 0;
 	if (!run->json)
-		printf("%-12s %s %u engines: %11.4g %s in total (%.1f %% of one), each "
-		       "%.4g to %.4g, step %.0f us (p99 %.0f)\n",
-		       kind_names[kind], mps ? "MPS" : "   ", n,
-		       kind == ENGINES_DECODE ? total : total * 1e-12,
+		printf("%-12s %s %u engines: %8.5g (%.5g to %.5g) %s in total, %.1f %% of "
+		       "one; each %.4g to %.4g; step %.0f us (p99 %.0f)\n",
+		       kind_names[kind], mps ? "MPS" : "   ", n, total.p50 * unit,
+		       line->total[0] * unit, line->total[run->repeat - 1] * unit,
 		       kind == ENGINES_DECODE ? "tok/s" : "TB/s", 100 * of_one,
-		       kind == ENGINES_DECODE ? least : least * 1e-12,
-		       kind == ENGINES_DECODE ? most : most * 1e-12, d.p50, d.p99);
+		       line->least * unit, line->most * unit, d.p50, d.p99);
 	o = cJSON_CreateObject();
 	cJSON_AddStringToObject(o, "work", kind_names[kind]);
 	cJSON_AddBoolToObject(o, "mps", mps);
 	cJSON_AddNumberToObject(o, "engines", n);
 	cJSON_AddStringToObject(o, "unit", kind == ENGINES_DECODE ? "tok/s" : "B/s");
-	cJSON_AddNumberToObject(o, "total", total);
+	cJSON_AddNumberToObject(o, "total", total.p50);
+	cJSON_AddNumberToObject(o, "total_min", line->total[0]);
+	cJSON_AddNumberToObject(o, "total_max", line->total[run->repeat - 1]);
 	cJSON_AddNumberToObject(o, "of_one", of_one);
-	cJSON_AddNumberToObject(o, "least", least);
-	cJSON_AddNumberToObject(o, "most", most);
+	cJSON_AddNumberToObject(o, "least", line->least);
+	cJSON_AddNumberToObject(o, "most", line->most);
 	kvb_json_dist(o, "step_us", &d);
 	cJSON_AddItemToArray(rows, o);
 	fflush(stdout);
+}
+
+static int run_line(struct run *run, enum engines_kind kind, u32 n, bool mps, cJSON *rows)
+{
+	static struct line line;
+	int r = 0;
+
+	line.nr_us = 0;
+	for (u32 i = 0; i < run->repeat && !r; i++) {
+		r = run_engines(run, kind, n);
+		if (!r)
+			line_add(&line, run->shared, n, i);
+	}
+	if (!r)
+		report(run, kind, n, mps, &line, rows);
+	return r;
 }
 
 static int run_all(struct run *run, bool mps, cJSON *rows)
@@ -313,12 +354,8 @@ static int run_all(struct run *run, bool mps, cJSON *rows)
 	for (u32 kind = 0; kind < ENGINES_KINDS; kind++) {
 		if (!(run->kinds >> kind & 1))
 			continue;
-		for (u32 i = 0; i < run->nr_n && !r; i++) {
-			r = run_engines(run, (enum engines_kind)kind, run->n[i]);
-			if (!r)
-				report(run, (enum engines_kind)kind, run->n[i], mps,
-				       rows);
-		}
+		for (u32 i = 0; i < run->nr_n && !r; i++)
+			r = run_line(run, (enum engines_kind)kind, run->n[i], mps, rows);
 	}
 	return r;
 }
@@ -351,6 +388,7 @@ int kvb_engines(int argc, char **argv)
 					 .seconds_ms = 1500},
 				 .n = {1, 2, 4},
 				 .nr_n = 3,
+				 .repeat = 1,
 				 .kinds = (1u << ENGINES_KINDS) - 1};
 	cJSON *o, *rows;
 	int r;
@@ -366,10 +404,11 @@ int kvb_engines(int argc, char **argv)
 		return 1;
 	o = cJSON_CreateObject();
 	cJSON_AddStringToObject(o, "schema", "kvbench-engines/1");
-	cJSON_AddStringToObject(o, "model", run.opt.model);
+	cJSON_AddStringToObject(o, "model", basename(run.opt.model));
 	cJSON_AddStringToObject(o, "weights", run.opt.weights);
 	cJSON_AddNumberToObject(o, "batch", (double)run.opt.batch);
 	cJSON_AddNumberToObject(o, "ms", (double)run.opt.seconds_ms);
+	cJSON_AddNumberToObject(o, "repeats", (double)run.repeat);
 	rows = cJSON_AddArrayToObject(o, "rows");
 	cJSON_AddItemToObject(o, "doctor", doctor_says());
 	r = run_all(&run, false, rows);

@@ -42,7 +42,10 @@ extern char **environ;
 
 static const char *const child_names[] = {"none", "handler", "bare"};
 
-/* What is timed, in ms from the kill (of the victim, or of the child that held on). */
+/*
+ * What is timed, in ms: hang-up and pidfd from the kill of the victim, the rest from the
+ * kill that ends the work, which is that of the child where one holds on.
+ */
 enum end { END_HANGUP, END_PIDFD, END_NVML, END_STORE, END_RELEASE, END_NR };
 
 static const char *const end_names[] = {"hang_up", "pidfd", "nvml", "last_store",
@@ -57,11 +60,13 @@ struct options {
 
 /**
  * struct watch - one round; times are kv_now_ns(), 0 = not yet
+ * @kill_ns: the kill of the victim
  * @start_ns: the kill that ends the work
  * @held: stores seen while a child kept the work alive after the victim's end
  * @early: pages left quarantine while the child kept the work alive
  */
 struct watch {
+	u64 kill_ns;
 	u64 start_ns;
 	u64 end_ns[END_NR];
 	u64 held;
@@ -227,6 +232,14 @@ static bool readable(int fd, short events)
 	return poll(&p, 1, 0) > 0 && (p.revents & events);
 }
 
+static void look_at_process(struct watch *w, int pipe, int pidfd, u64 now)
+{
+	if (!w->end_ns[END_HANGUP] && readable(pipe, POLLHUP))
+		w->end_ns[END_HANGUP] = now;
+	if (!w->end_ns[END_PIDFD] && readable(pidfd, POLLIN))
+		w->end_ns[END_PIDFD] = now;
+}
+
 /* Until all has ended and nothing was stored for a while. */
 static void watch_work(struct watch *w, int pipe, int pidfd)
 {
@@ -242,10 +255,7 @@ static void watch_work(struct watch *w, int pipe, int pidfd)
 		if (count != last)
 			w->end_ns[END_STORE] = now;
 		last = count;
-		if (!w->end_ns[END_HANGUP] && readable(pipe, POLLHUP))
-			w->end_ns[END_HANGUP] = now;
-		if (!w->end_ns[END_PIDFD] && readable(pidfd, POLLIN))
-			w->end_ns[END_PIDFD] = now;
+		look_at_process(w, pipe, pidfd, now);
 		all = w->end_ns[END_HANGUP] && w->end_ns[END_PIDFD] &&
 		      __atomic_load_n(&w->end_ns[END_RELEASE], __ATOMIC_ACQUIRE) &&
 		      (!w->scene->has_nvml ||
@@ -257,17 +267,18 @@ static void watch_work(struct watch *w, int pipe, int pidfd)
 }
 
 /* A child holds the GPU open: the work goes on, so the pages must stay where they are. */
-static void watch_held(struct watch *w)
+static void watch_held(struct watch *w, int pipe, int pidfd)
 {
 	u64 from = __atomic_load_n(&w->scene->shared->counter, __ATOMIC_ACQUIRE);
 	u64 end_ns = kv_now_ns() + HOLD_NS, middle = from;
 
 	while (kv_now_ns() < end_ns) {
+		look_at_process(w, pipe, pidfd, kv_now_ns());
 		w->early |= pages_are_back(w->scene);
 		if (kv_now_ns() < end_ns - HOLD_NS / 2)
 			middle = __atomic_load_n(&w->scene->shared->counter,
 						 __ATOMIC_ACQUIRE);
-		usleep(1000);
+		usleep(50);
 	}
 	/* in the second half as well: it did not just take a while to end */
 	w->held = __atomic_load_n(&w->scene->shared->counter, __ATOMIC_ACQUIRE) - middle;
@@ -322,9 +333,9 @@ static int watch_round(struct watch *w, enum kill_child child, pid_t child_pid, 
 	int r = 0;
 
 	kill(w->pid, SIGKILL);
-	w->start_ns = kv_now_ns();
+	w->kill_ns = w->start_ns = kv_now_ns();
 	if (child_holds(w->scene, child)) {
-		watch_held(w);
+		watch_held(w, pipe, pidfd);
 		end_child(child_pid);
 		w->start_ns = kv_now_ns();
 	}
@@ -349,14 +360,15 @@ static int keep(struct series *all, const struct watch *w, enum kill_child child
 	u32 at = all->rounds++;
 
 	for (u32 i = 0; i < END_NR; i++) {
+		u64 from = i <= END_PIDFD ? w->kill_ns : w->start_ns;
+
 		if (!w->end_ns[i] && (i != END_NVML || w->scene->has_nvml)) {
 			fprintf(stderr, "kvbench: kill: no %s within %llu s\n",
 				end_names[i], WATCH_NS / KV_NSEC_PER_SEC);
 			return -ETIMEDOUT;
 		}
-		all->ms[i][at] = w->end_ns[i] > w->start_ns
-					 ? (double)(w->end_ns[i] - w->start_ns) * 1e-6
-					 : 0;
+		all->ms[i][at] =
+			w->end_ns[i] > from ? (double)(w->end_ns[i] - from) * 1e-6 : 0;
 	}
 	all->violations += w->end_ns[END_RELEASE] < last;
 	if (child_holds(w->scene, child))
