@@ -238,13 +238,14 @@ void ipc_start(struct eng_private_kvmd *d, const char *const *args)
 {
 	const char *size = ipc_on_cuda() ? "--gpu-bytes" : "--host-bytes";
 	const char *all[ARGS_MAX + 6] = {NULL};
-	bool sized = false;
+	bool sized = false, named = false;
 	char error[512];
 	int n = 0, r;
 
 	for (; args && args[n]; n++) {
 		KVT_EXPECT(n < ARGS_MAX);
 		all[n] = args[n];
+		named |= !strcmp(args[n], "--backend");
 		if (strcmp(args[n], "--host-bytes"))
 			continue;
 		sized = true;
@@ -257,8 +258,10 @@ void ipc_start(struct eng_private_kvmd *d, const char *const *args)
 	if (ipc_on_cuda()) {
 		ipc_use_driver();
 		all[n++] = "--test-extents";
-		all[n++] = "--backend";
-		all[n++] = "cuda";
+		if (!named) {
+			all[n++] = "--backend";
+			all[n++] = "cuda";
+		}
 	}
 	r = eng_private_kvmd_start(all, d, error, sizeof(error));
 	if (r)
