@@ -117,6 +117,7 @@ double kvb_rel_err(const float *a, const double *b, size_t n);
 
 /* Families' entries: measure all lines, add rows. Return 0 or -errno. */
 int kvb_kernels_attn(struct kvb_ctx *ctx);
+int kvb_kernels_prefill(struct kvb_ctx *ctx);
 int kvb_kernels_moe(struct kvb_ctx *ctx);
 int kvb_kernels_pages(struct kvb_ctx *ctx);
 int kvb_kernels_step(struct kvb_ctx *ctx);

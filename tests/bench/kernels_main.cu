@@ -24,6 +24,7 @@ static const struct {
 	int (*fn)(struct kvb_ctx *ctx);
 } families[] = {
 	{"attn", kvb_kernels_attn},
+	{"attn", kvb_kernels_prefill},
 	{"moe", kvb_kernels_moe},
 	{"pages", kvb_kernels_pages},
 	{"step", kvb_kernels_step},

@@ -5,7 +5,6 @@
  * its middle against float64. One thread.
  */
 #include "gpu_bench.h"
-#include "kernels_prefill.h"
 #include "kernels/attn_any.cuh"
 #include "kernels/attn_cuda.h"
 #include "kernels/attn_expanded.h"
