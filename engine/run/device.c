@@ -209,7 +209,7 @@ int eng_weights_place(struct eng_engine *e)
 		.lm_head = m->lm_head,
 		.final_norm = m->final_norm,
 	};
-	if (!e->mem->separate)
+	if (!e->mem->separate || e->opt.placed)
 		return 0;
 	e->own_layers = calloc(m->config.nr_layers, sizeof(*e->own_layers));
 	if (!e->own_layers)

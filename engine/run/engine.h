@@ -79,6 +79,7 @@ enum eng_finish {
  * @inject: allow eng_inject_*() (tests only)
  * @device: enum eng_device (mem.h): who computes; kvmd's backend must be of that kind
  * @gpu_uuid: 16 bytes, or NULL: the first GPU this process sees
+ * @placed: the model's arrays lie in the device's memory already: nothing is copied
  * @progress: called now and then while weights go to a GPU, in bytes; may be NULL
  * @progress_arg: theirs
  */
@@ -97,6 +98,7 @@ struct eng_options {
 	bool no_prefix;
 	bool no_seal;
 	bool inject;
+	bool placed;
 	u32 device;
 	const u8 *gpu_uuid;
 	void (*progress)(void *arg, u64 done, u64 total);
@@ -114,6 +116,8 @@ struct eng_options {
  * @ignore_eos: go on behind an end token
  * @no_prefix: look nothing up, seal nothing
  * @keep_logits: result.logits holds the logits of the newest sample
+ * @nr_given: this many tokens' K/V is taken to lie in the pages already, whatever is there
+ *	(kvbench rank); less than nr_prompt
  * @targets: NULL, or [nr_prompt]: result.target_logprobs[i] becomes the log-probability
  *	of targets[i] after prompt[0 .. i]; copied. Such a request looks nothing up
  * @on_token: called for each new token, before the request may become DONE; may call
@@ -131,6 +135,7 @@ struct eng_params {
 	bool ignore_eos;
 	bool no_prefix;
 	bool keep_logits;
+	u32 nr_given;
 	const u32 *targets;
 	void (*on_token)(void *arg, struct eng_request *r, u32 token, float logprob);
 	void (*on_done)(void *arg, struct eng_request *r);

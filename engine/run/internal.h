@@ -273,6 +273,9 @@ struct eng_engine {
 	struct eng_step step;
 	struct eng_act act;
 	struct eng_stats stats;
+	/* called in a step, behind its work; NULL: not (kvbench rank) */
+	int (*probe)(struct eng_engine *e, void *arg);
+	void *probe_arg;
 	struct eng_inject_state inject;
 	struct kv_hit *hits;	       /* [pages_max] scratch */
 	struct kv_grant *grants;       /* [pages_max] scratch */
@@ -330,15 +333,19 @@ static inline void *eng_dev(const struct eng_engine *e, const void *p)
 
 /* step.c */
 int eng_step_run(struct eng_engine *e);
+int eng_step_queue(struct eng_engine *e, bool check);
 
 /* check.c */
 void eng_check_prepare(struct eng_engine *e);
-int eng_check_launch(struct eng_engine *e);
+int eng_check_launch(struct eng_engine *e, bool fetch);
+bool eng_check_is_on(const struct eng_engine *e);
 int eng_check_join(struct eng_engine *e);
 int eng_check_judge(struct eng_engine *e);
 bool eng_check_needs_judge(const struct eng_engine *e);
 int eng_step_upload(struct eng_engine *e);
 int eng_step_download(struct eng_engine *e);
+int eng_step_fetch(struct eng_engine *e, bool rows);
+int eng_step_give(struct eng_engine *e);
 
 /* call.c */
 

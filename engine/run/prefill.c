@@ -93,6 +93,7 @@ bool eng_prefill_admit(struct eng_engine *e, struct eng_request *r)
 		admit_refused(e, r, nr_pages, rc);
 		return false;
 	}
+	nr_cached = KV_MAX(nr_cached, r->p.nr_given);
 	kv_assert(nr_cached < r->nr_tokens);
 	r->nr_in_pages = nr_cached;
 	if (!r->admitted_once)

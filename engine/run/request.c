@@ -31,6 +31,9 @@ static int refuse_params(struct eng_engine *e, const struct eng_params *p,
 	if (!(p->top_p >= 0) || p->top_p > 1)
 		return eng_refuse(err, -EINVAL, "top_p=%g: not in 0..1",
 				  (double)p->top_p);
+	if (p->nr_given && p->nr_given >= p->nr_prompt)
+		return eng_refuse(err, -EINVAL, "nr_given=%u: less than nr_prompt=%u",
+				  p->nr_given, p->nr_prompt);
 	if (total > e->opt.length_max)
 		return eng_refuse(
 			err, -E2BIG,
