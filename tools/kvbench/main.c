@@ -13,8 +13,10 @@
 
 #include "base/util.h"
 #include "engine/openmp.h"
+#include "tests/bench/mover_rate.h"
 #include "tools/kvbench/inject.h"
 #include "tools/kvbench/mm.h"
+#include "tools/kvbench/rank.h"
 #include "tools/kvbench/safety.h"
 
 /* The kernels' bench is a program of its own: static, so that it runs on bare GPU hosts.
@@ -44,12 +46,14 @@ static const struct {
 	{"replay", kvb_replay,
 	 "hit rates of an agent trace, one noisy tenant, nine quiet"},
 	{"inject", kvb_inject, "faults against a real kvmd: are they caught?"},
+	{"mover", kvb_mover, "GB/s between extents and pinned host memory"},
 	{"check-cost", kvb_check_cost, "what the batch check adds to a decode step"},
 	{"race", kvb_race, "page re-issues between two engines: foreign bytes"},
 	{"kill", kvb_kill, "kill -9 of an engine in a step: what ends when"},
 	{"attach", kvb_attach, "process start to first usable page, by pool size"},
 	{"engines", kvb_engines, "one, two, four engines on one GPU, with MPS and without"},
-	{"kernels", run_kernels, "GPU kernels beside floors and peers (attn, moe, all)"},
+	{"rank", kvb_rank, "the decode step of one tensor-parallel rank, taken apart"},
+	{"kernels", run_kernels, "GPU kernels beside floors and peers (attn, moe, pages, step, all)"},
 };
 
 static void usage(FILE *to)
