@@ -110,6 +110,7 @@ struct kv_cu_ipc_handle {
 	X(cuMemcpyDtoH_v2, copy_out, (void *dst, kv_cu_ptr src, size_t bytes))           \
 	X(cuMemHostRegister_v2, host_register,                                           \
 	  (void *addr, size_t bytes, unsigned flags))                                    \
+	X(cuMemHostUnregister, host_unregister, (void *addr))                            \
 	X(cuStreamCreate, stream_create, (void **stream, unsigned flags))                \
 	X(cuEventCreate, event_create, (void **event, unsigned flags))                   \
 	X(cuEventRecord, event_record, (void *event, void *stream))                      \

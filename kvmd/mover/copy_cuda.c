@@ -14,13 +14,16 @@
 #include <unistd.h>
 
 #include "base/cuda_syms.h"
+#include "base/mutant.h"
 #include "kvmd/mover/copy.h"
 
 #define ALLOCS_MAX 256u
+#define PIN_MAX	   (64ull << 30) /* one registration; drivers refuse 512 GiB (cases O61) */
 
 /**
  * struct cuda_copier - one GPU
  * @legacy: extents are this process's own memory, named by a descriptor's id
+ * @pool: the host pool, pinned in pieces of PIN_MAX
  * @allocs: of legacy; at 0 = free entry
  */
 struct cuda_copier {
@@ -29,6 +32,7 @@ struct cuda_copier {
 	kv_cu_device device;
 	kv_cu_ctx ctx;
 	bool legacy;
+	u8 *pool;
 	void *streams[KVD_MV_STREAMS];
 	void *events[KVD_MV_STREAMS][KVD_MV_GROUPS];
 	struct {
@@ -108,11 +112,27 @@ static int cuda_open(struct kvd_copier *c, const u8 *gpu_uuid, char *text)
 	return make_streams(g, text);
 }
 
+/* In pieces, and undone from the last to the first: all of the pool is pinned or nothing. */
 static int cuda_pool(struct kvd_copier *c, void *addr, u64 bytes, char *text)
 {
-	kv_cu_result cr = cuda_of(c)->cu.host_register(addr, bytes, 0);
+	u64 max = KV_MUTANT(pin_at_once) ? bytes : PIN_MAX, at, n;
+	struct cuda_copier *g = cuda_of(c);
+	kv_cu_result cr;
 
-	return cr ? say(text, "cuMemHostRegister", cr) : 0;
+	g->pool = addr;
+	for (at = 0; at < bytes; at += n) {
+		n = KV_MIN(bytes - at, max);
+		cr = g->cu.host_register(g->pool + at, n, 0);
+		if (cr)
+			goto unpin;
+	}
+	return 0;
+unpin:
+	while (at) {
+		at -= max; /* only the last piece is shorter, and it is not pinned */
+		g->cu.host_unregister(g->pool + at);
+	}
+	return say(text, "cuMemHostRegister", cr);
 }
 
 /* The descriptor names memory that this process made. */
@@ -187,16 +207,24 @@ static int cuda_unmap(struct kvd_copier *c, u64 at, u64 bytes)
 	return kv_cuda_errno(cr);
 }
 
+/* A copy may not cross from one registration into the next. */
 static int cuda_copy(struct kvd_copier *c, u32 stream, u64 at, void *pool_addr, u64 bytes,
 		     bool in)
 {
 	struct cuda_copier *g = cuda_of(c);
+	u8 *host = pool_addr;
+	kv_cu_result cr = 0;
 
-	if (in)
-		return kv_cuda_errno(
-			g->cu.copy_in_async(at, pool_addr, bytes, g->streams[stream]));
-	return kv_cuda_errno(
-		g->cu.copy_out_async(pool_addr, at, bytes, g->streams[stream]));
+	while (bytes && !cr) {
+		u64 n = KV_MIN(bytes, PIN_MAX - (u64)(host - g->pool) % PIN_MAX);
+
+		cr = in ? g->cu.copy_in_async(at, host, n, g->streams[stream])
+			: g->cu.copy_out_async(host, at, n, g->streams[stream]);
+		at += n;
+		host += n;
+		bytes -= n;
+	}
+	return kv_cuda_errno(cr);
 }
 
 static int cuda_mark(struct kvd_copier *c, u32 stream, u32 group)

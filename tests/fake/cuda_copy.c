@@ -29,6 +29,7 @@
 #define RANGES_MAX 16
 #define STREAMS	   16
 #define EVENTS	   4096
+#define PIN_LIMIT  (512ull << 30) /* of one registration, as drivers have it (cases O61) */
 
 /* A synchronous call would stall the engines' GPU for milliseconds. */
 static void synchronous(void)
@@ -84,6 +85,7 @@ static struct {
 	const u8 *addr;
 	size_t bytes;
 } pinned[RANGES_MAX];
+static struct fake_pins pins;
 static unsigned nr_streams, nr_events, nr_queries;
 static u64 due_ms[EVENTS];
 
@@ -92,16 +94,43 @@ API kv_cu_result cuMemHostRegister_v2(void *addr, size_t bytes, unsigned flags)
 {
 	MAYBE_FAIL("cuMemHostRegister_v2");
 	NEED_CONTEXT();
-	if (!bytes || (uintptr_t)addr % 4096 || flags)
+	if (!bytes || (uintptr_t)addr % 4096 || flags || bytes >= PIN_LIMIT)
 		return INVALID;
 	for (unsigned i = 0; i < RANGES_MAX; i++) {
 		if (pinned[i].addr)
 			continue;
 		pinned[i].addr = addr;
 		pinned[i].bytes = bytes;
+		pins.nr++;
+		pins.bytes += bytes;
+		pins.largest = bytes > pins.largest ? bytes : pins.largest;
 		return OK;
 	}
 	return NO_MEMORY;
+}
+
+API kv_cu_result cuMemHostUnregister(void *addr);
+API kv_cu_result cuMemHostUnregister(void *addr)
+{
+	MAYBE_FAIL("cuMemHostUnregister");
+	NEED_CONTEXT();
+	for (unsigned i = 0; i < RANGES_MAX; i++) {
+		if (!addr || pinned[i].addr != addr)
+			continue;
+		/* slots are filled in order: the last of them goes first */
+		pins.out_of_order += i + 1 != pins.nr;
+		pins.nr--;
+		pins.bytes -= pinned[i].bytes;
+		pinned[i].addr = NULL;
+		return OK;
+	}
+	return INVALID;
+}
+
+API void fake_pins_get(struct fake_pins *ret);
+API void fake_pins_get(struct fake_pins *ret)
+{
+	*ret = pins;
 }
 
 static bool is_pinned(const void *addr, size_t bytes)

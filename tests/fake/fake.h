@@ -32,6 +32,14 @@ struct fake_cuda_counts {
 	u64 mapped_bytes;
 };
 
+/** struct fake_pins - host memory that this process has registered, in pieces */
+struct fake_pins {
+	unsigned nr;
+	unsigned out_of_order; /* unregistered while a later piece was there */
+	u64 bytes;
+	u64 largest;
+};
+
 /* build/tests/KIND/program -> build/tests/fake/@name, into the environment as @var */
 static inline int fake_use(const char *var, const char *name)
 {

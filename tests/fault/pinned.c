@@ -1,0 +1,130 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The host pool of the tiers is pinned by one process, the mover, in pieces that every
+ * driver takes (vllm#51080, FlexKV#259). Over the fake driver, whose registrations end
+ * below 512 GiB as real ones do; the pool's addresses have no memory behind them.
+ */
+#include <sys/mman.h>
+
+#include "tests/kvt.h"
+#include "base/util.h"
+#include "kvmd/mover/copy.h"
+#include "tests/fake/fake.h"
+
+#define GIB (1ull << 30)
+
+static const u8 gpu_uuid[16] = {16, 16, 16, 16, 16, 16, 16, 16,
+				16, 16, 16, 16, 16, 16, 16, 16};
+static char text[128];
+
+static struct kvd_copier *open_copier(void)
+{
+	struct kvd_copier *c;
+
+	KVT_EXPECT_EQ(fake_use("KV_CUDA_LIB", "libcuda.so"), 0);
+	c = kvd_copier_cuda(false);
+	KVT_EXPECT(c);
+	if (c->ops->open(c, gpu_uuid, text))
+		KVT_FAIL("%s", text);
+	return c;
+}
+
+static u8 *addresses(u64 bytes)
+{
+	u8 *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+		     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+	KVT_EXPECT(p != MAP_FAILED);
+	return p;
+}
+
+static struct fake_pins pins(void)
+{
+	void *lib = dlopen(getenv("KV_CUDA_LIB"), RTLD_NOW | RTLD_NOLOAD);
+	void (*get)(struct fake_pins *);
+	struct fake_pins ret;
+
+	KVT_EXPECT(lib);
+	*(void **)&get = dlsym(lib, "fake_pins_get");
+	KVT_EXPECT(get);
+	get(&ret);
+	dlclose(lib);
+	return ret;
+}
+
+static void unpin(u8 *addr)
+{
+	void *lib = dlopen(getenv("KV_CUDA_LIB"), RTLD_NOW | RTLD_NOLOAD);
+	int (*fn)(void *);
+
+	KVT_EXPECT(lib);
+	*(void **)&fn = dlsym(lib, "cuMemHostUnregister");
+	KVT_EXPECT_EQ(fn(addr), 0);
+	dlclose(lib);
+}
+
+KVT_TEST(o61_pin_limits_and_multiplied_accounting)
+{
+	struct kvd_copier *c = open_copier();
+	u8 *pool = addresses(600 * GIB);
+
+	if (c->ops->pool(c, pool, 600 * GIB, text))
+		KVT_FAIL("%s", text);
+	KVT_EXPECT_EQ(pins().bytes, 600 * GIB); /* once the tier, however many clients */
+	KVT_EXPECT_EQ(pins().nr, 10);
+	KVT_EXPECT_LE(pins().largest, 64 * GIB);
+}
+
+/* Any piece may fail: then none is pinned, and nothing of the error stays. */
+KVT_TEST(o61_failed_piece_unpins_the_others)
+{
+	struct kvd_copier *c = open_copier();
+	u8 *pool = addresses(600 * GIB);
+	char fail[64];
+	u32 calls = 0;
+
+	for (u32 k = 1; k <= 10; k++) {
+		/* the fake counts from the process's first call on */
+		calls += k;
+		snprintf(fail, sizeof(fail), "cuMemHostRegister_v2:%u", calls);
+		setenv("FAKE_CUDA_FAIL", fail, 1);
+		KVT_EXPECT_EQ(c->ops->pool(c, pool, 600 * GIB, text), -ENOMEM);
+		KVT_EXPECT_HAS(text, "cuMemHostRegister");
+		KVT_EXPECT_EQ(pins().nr, 0);
+		KVT_EXPECT_EQ(pins().bytes, 0);
+		KVT_EXPECT_EQ(pins().out_of_order, 0);
+		KVT_EXPECT_EQ(c->ops->pool(c, pool, 600 * GIB, text), 0);
+		KVT_EXPECT_EQ(pins().bytes, 600 * GIB);
+		calls += 10;
+		for (u32 piece = 10; piece--;)
+			unpin(pool + piece * 64 * GIB);
+	}
+}
+
+/* Copies go over the border of two pieces. */
+KVT_TEST(o61_copies_cross_the_pieces)
+{
+	static u8 page[65536], back[65536];
+	struct kvd_copier *c = open_copier();
+	u8 *pool = addresses(130 * GIB);
+
+	KVT_EXPECT_EQ(c->ops->pool(c, pool, 130 * GIB, text), 0);
+	for (u32 i = 0; i < sizeof(page); i++)
+		page[i] = (u8)(i * 31 + i / 256);
+	KVT_EXPECT_EQ(c->ops->copy(c, 0, (uintptr_t)page, pool + 64 * GIB - 4096,
+				   sizeof(page), false),
+		      0);
+	KVT_EXPECT_EQ(c->ops->mark(c, 0, 0), 0);
+	while (!c->ops->query(c, 0, 0))
+		;
+	KVT_EXPECT(!memcmp(pool + 64 * GIB - 4096, page, sizeof(page)));
+	KVT_EXPECT_EQ(c->ops->copy(c, 1, (uintptr_t)back, pool + 64 * GIB - 4096,
+				   sizeof(back), true),
+		      0);
+	KVT_EXPECT_EQ(c->ops->mark(c, 1, 0), 0);
+	while (!c->ops->query(c, 1, 0))
+		;
+	KVT_EXPECT(!memcmp(back, page, sizeof(page)));
+}
+
+KVT_MAIN()
