@@ -534,6 +534,39 @@ KVT_TEST(drop_waits_for_the_jobs_of_an_extent)
 	rig_close(&rig);
 }
 
+/*
+ * ucx PR#4599, #4431 (O05): a transfer in three operations on one extent, one of them fails
+ * and the extent is let go. It is closed once, when all three have ended.
+ */
+KVT_TEST(o05_close_during_a_transfer)
+{
+	struct result r[3];
+	struct rig rig;
+	u32 nr = 0;
+
+	setenv("FAKE_CUDA_FAIL", "cuMemcpyDtoHAsync_v2:2", 1);
+	setenv("FAKE_CUDA_COPY_MS", "200", 1);
+	rig_open(&rig, true, NULL);
+	for (u32 i = 0; i < 3; i++)
+		submit_run(&rig, &r[i], KVD_MOVER_OUT, 0, 16, i * 16 * PAGE);
+	for (u32 ms = 0; ms < 10000 && rig.m->nr_handed < 3; ms++)
+		turn(&rig, 1);
+	KVT_EXPECT_EQ(rig.m->nr_handed, 3);
+	kvd_mover_extent_drop(rig.m, 1, 0, 7);
+	for (u32 ms = 0; ms < 10000 && nr < 3; ms++) {
+		KVT_EXPECT_EQ(rig.nr_put, 0);
+		turn(&rig, 1);
+		nr = r[0].calls + r[1].calls + r[2].calls;
+	}
+	KVT_EXPECT_EQ(nr, 3);
+	KVT_EXPECT_EQ(r[0].status + r[1].status + r[2].status, -ENOMEM); /* of one */
+	turns(&rig, 100);
+	KVT_EXPECT_EQ(rig.nr_put, 1);
+	KVT_EXPECT_EQ(kvd_mover_nr_extents(rig.m), 0);
+	KVT_EXPECT_EQ(kvd_mover_stats(rig.m)->deaths, 0);
+	rig_close(&rig);
+}
+
 /* ------------------------------------------------------------- cancelling, deadlines */
 
 KVT_TEST(cancelled_job_keeps_its_frames_while_it_may_run)

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
+ * The mover's copies taken alone: what it pins, and memory of its own.
+ *
  * The host pool of the tiers is pinned by one process, the mover, in pieces that every
  * driver takes (vllm#51080, FlexKV#259). Over the fake driver, whose registrations end
  * below 512 GiB as real ones do; the pool's addresses have no memory behind them.
@@ -8,6 +10,7 @@
 
 #include "tests/kvt.h"
 #include "base/util.h"
+#include "kv/abi.h"
 #include "kvmd/mover/copy.h"
 #include "tests/fake/fake.h"
 
@@ -125,6 +128,42 @@ KVT_TEST(o61_copies_cross_the_pieces)
 	while (!c->ops->query(c, 1, 0))
 		;
 	KVT_EXPECT(!memcmp(back, page, sizeof(page)));
+}
+
+/*
+ * ucx#11226 (O07): the process that exports a legacy handle never opens it. The mover finds
+ * its own memory by the id that kvmd gave it; an id that is not its own is an error.
+ */
+KVT_TEST(o07_open_in_the_exporting_process)
+{
+	struct kv_legacy_extent e = {
+		.magic = KV_LEGACY_MAGIC, .id = 41, .size_bytes = 4u << 20};
+	int fd = memfd_create("extent", MFD_CLOEXEC);
+	u8 in[4096], out[4096] = {0};
+	struct kvd_copier *c;
+	u64 at = 0, again = 0;
+
+	setenv("FAKE_CUDA_FAIL", "cuIpcOpenMemHandle_v2:1+", 1);
+	KVT_EXPECT_EQ(fake_use("KV_CUDA_LIB", "libcuda.so"), 0);
+	c = kvd_copier_cuda(true);
+	KVT_EXPECT(c && fd >= 0);
+	KVT_EXPECT_EQ(c->ops->open(c, gpu_uuid, text), 0);
+	KVT_EXPECT_EQ(c->ops->alloc(c, 41, e.size_bytes, e.handle, text), 0);
+	KVT_EXPECT_EQ(pwrite(fd, &e, sizeof(e), 0), sizeof(e));
+	KVT_EXPECT_EQ(c->ops->map(c, fd, e.size_bytes, &at), 0);
+	KVT_EXPECT_EQ(c->ops->map(c, fd, e.size_bytes, &again), 0);
+	KVT_EXPECT(at && again == at);
+	memset(in, 0x5a, sizeof(in));
+	memcpy((void *)(uintptr_t)at, in,
+	       sizeof(in)); /* the fake's memory is the host's */
+	memcpy(out, (void *)(uintptr_t)again, sizeof(out));
+	KVT_EXPECT(!memcmp(in, out, sizeof(in)));
+	KVT_EXPECT_EQ(c->ops->unmap(c, at, e.size_bytes), 0);
+	e.id = 42;
+	KVT_EXPECT_EQ(pwrite(fd, &e, sizeof(e), 0), sizeof(e));
+	KVT_EXPECT_EQ(c->ops->map(c, fd, e.size_bytes, &at), -ENOENT);
+	KVT_EXPECT_EQ(c->ops->free(c, 41), 0);
+	close(fd);
 }
 
 KVT_MAIN()
