@@ -45,6 +45,7 @@ static const struct {
 	{"mm", kvb_mm, "memory manager, rings, lookup, attach beside their references"},
 	{"replay", kvb_replay,
 	 "hit rates of an agent trace, one noisy tenant, nine quiet"},
+	{"scale", kvb_scale, "1 to 16 engines side by side: operations a second"},
 	{"inject", kvb_inject, "faults against a real kvmd: are they caught?"},
 	{"mover", kvb_mover, "GB/s between extents and pinned host memory"},
 	{"check-cost", kvb_check_cost, "what the batch check adds to a decode step"},

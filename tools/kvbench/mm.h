@@ -14,6 +14,14 @@
 int kvb_mm(int argc, char **argv);
 
 /**
+ * kvb_scale() - kvbench scale [--clients LIST] [--ms N] [--socket PATH] [--json]: engines
+ *	side by side against one kvmd
+ *
+ * Exit code 0, 1 on failure, 2 usage.
+ */
+int kvb_scale(int argc, char **argv);
+
+/**
  * kvb_replay() - kvbench replay [--pages N] [--events N] [--noise PCT] [--seed N] [--json]:
  *	hit rates of an agent trace with a noisy neighbour (tests/bench/mm_replay.c)
  *
