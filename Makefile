@@ -20,7 +20,13 @@ MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-ifdef MUTANTS
+ifdef FUZZ
+O ?= build/fuzz
+CC := clang
+CUDA := 0
+MUTANTS := 1
+SAN := 1
+else ifdef MUTANTS
 O ?= build/mutants
 else ifdef SAN
 O ?= build/san
@@ -46,10 +52,11 @@ WARN := -Wall -Wextra -Werror -Wshadow -Wstrict-prototypes -Wmissing-prototypes 
 	-Wno-unused-parameter -Wvla
 OPT := $(if $(DEBUG),-O0,-O2)
 , := ,
-SANFLAGS := $(if $(SAN),-fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
+SANFLAGS := $(if $(SAN),-fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer) \
+	$(if $(FUZZ),-fsanitize=fuzzer-no-link)
 CPPFLAGS := -D_GNU_SOURCE -I. -Iinclude $(if $(MUTANTS),-DKV_MUTANTS) \
 	$(if $(CONFIG_CUDA),-DCONFIG_CUDA -I$(CUDA_HOME)/include) $(if $(CONFIG_SDT),-DCONFIG_SDT) \
-	$(if $(SAN),-DKV_SANITIZED)
+	$(if $(SAN),-DKV_SANITIZED) $(if $(FUZZ),-DKV_FUZZ)
 CFLAGS := -std=gnu11 $(OPT) -g -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS)
 LDFLAGS := -pthread $(SANFLAGS) -Wl,-z,relro,-z,now
 NVFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-parameter \
@@ -86,7 +93,7 @@ BINS := $(if $(main-kvmd),$(O)/kvmd) $(if $(main-tools/kvmctl),$(O)/kvmctl) \
 LIBS := $(O)/libkvclient.a $(O)/libkvclient.so
 
 .PHONY: all kernels tests clean help check check-mutants check-long check-layers check-abi \
-	check-format check-tour check-cc check-san demo deps install-deps bundle
+	check-format check-tour check-cc check-san check-fuzz fuzz-targets demo deps install-deps bundle
 all: $(BINS) $(LIBS)
 
 $(O)/libkvd.a: $(KVD_OBJS)
@@ -150,7 +157,7 @@ cflags-tools/kvquant := -fopenmp
 # ---------------------------------------------------------------- tests
 # A test program is one .c file; its directory says what it links.
 TEST_DIRS := tests/unit/mm tests/unit/own tests/unit/tier tests/unit/keep tests/unit/ipc tests/unit/model tests/unit/client \
-	tests/unit/tools tests/abi tests/kernels tests/ipc tests/fault tests/e2e
+	tests/unit/tools tests/abi tests/fuzz tests/kernels tests/ipc tests/fault tests/e2e
 TEST_SRCS := $(filter-out %/common.c,$(wildcard $(addsuffix /*.c,$(TEST_DIRS))))
 TEST_BINS := $(patsubst %.c,$(O)/%,$(TEST_SRCS))
 ifeq ($(REQUIRE_GPU),1)
@@ -169,6 +176,7 @@ tlib-tests/unit/client := $(O)/libkvclient.a
 tlib-tests/unit/model := $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a
 tlib-tests/unit/tools := $(O)/libquant.a $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a
 tlib-tests/abi := $(O)/libkvclient.a
+tlib-tests/fuzz := $(O)/libkvd.a $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a
 tlib-tests/kernels := $(O)/libkernels.a
 tlib-tests/ipc := $(O)/libkvclient.a $(O)/libkernels.a
 tlib-tests/fault := $(O)/libkvd.a $(O)/libkvclient.a
@@ -182,6 +190,7 @@ tsys-tests/unit/client := -lm
 tsys-tests/unit/model := $(LIB_ENG)
 tsys-tests/unit/tools := $(LIB_ENG)
 tsys-tests/abi := -lm
+tsys-tests/fuzz := $(LIB_KVD) $(LIB_ENG) $(if $(FUZZ),-fsanitize=fuzzer)
 tsys-tests/kernels := $(LIB_KERN)
 tsys-tests/ipc := $(LIB_KERN) -lsodium
 tsys-tests/fault := $(LIB_KVD) -lm
@@ -198,8 +207,9 @@ $(foreach d,$(TEST_DIRS),$(eval $(call test_rule,$(d))))
 # The tiers' tests stand on the core's made-up surroundings
 $(filter $(O)/tests/unit/tier/%,$(TEST_BINS)): $(O)/obj/tests/unit/own/common.o
 
-# A driver in memfds and its NVML, which tests load in place of the real ones
-FAKES := $(O)/tests/fake/libcuda.so $(O)/tests/fake/libnvml.so
+# A driver in memfds and its NVML, which tests load in place of the real ones, and an
+# allocator that aborts
+FAKES := $(addprefix $(O)/tests/fake/lib,cuda.so nvml.so noalloc.so)
 $(FAKES): $(O)/tests/fake/lib%.so: $(O)/obj/tests/fake/%.o
 	$(call say,LD,$@)
 	$(Q)mkdir -p $(@D) && $(CC) -shared $(LDFLAGS) -Wl,-z,nodelete -o $@ $(filter %.o,$^)
@@ -248,6 +258,13 @@ check-san: deps
 check-long: tests
 	$(Q)KV_BUILD=$(abspath $(O)) KVT_LONG=1 KVT_TIMEOUT_S=1800 $(O)/tests/ipc/restart_crash killed_at_any_store
 	$(Q)tests/model/check.sh long
+
+# Each fuzz target for FUZZ_SECONDS, and each planted bug until it is found (clang).
+check-fuzz: deps
+	$(Q)$(MAKE) --no-print-directory FUZZ=1 fuzz-targets
+	$(Q)tools/check-fuzz build/fuzz
+
+fuzz-targets: $(filter $(O)/tests/fuzz/%,$(TEST_BINS))
 
 check-model: deps
 	$(Q)tools/check-model

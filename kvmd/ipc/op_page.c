@@ -7,6 +7,9 @@
  * KVD_PARK_NS; the number of parked requests is bounded, beyond it the caller gets
  * KV_PENDING as without WAIT.
  */
+#include <stdlib.h>
+
+#include "base/mutant.h"
 #include "kvmd/daemon.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/ipc/conn.h"
@@ -26,6 +29,14 @@ static bool may_park(const struct kvd_request *req)
 	       req->conn->kvd->requests.nr_parked < KVD_PARKED_MAX;
 }
 
+/* A mutant: what the allocator of tests/fake/noalloc.c must notice. */
+static void request_allocates(void)
+{
+	void *volatile p = malloc(64);
+
+	free(p);
+}
+
 static int alloc_try(struct kvd_request *req)
 {
 	struct kvd_session *s = req->conn->session;
@@ -35,6 +46,8 @@ static int alloc_try(struct kvd_request *req)
 	int r;
 
 	req->ret_bytes = 0;
+	if (KV_MUTANT(request_allocates))
+		request_allocates();
 	if (kvd_fault(sqe->flags & KV_SQE_MAGAZINE ? KVD_FAULT_magazine_refill
 						   : KVD_FAULT_page_alloc))
 		return KV_FULL;
