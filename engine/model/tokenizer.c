@@ -7,6 +7,7 @@
  * because a tokenizer that is nearly right gives a model that is subtly wrong. Load: one
  * thread; after that immutable.
  */
+#include "base/mutant.h"
 #include "engine/model/tokenizer_priv.h"
 
 #include <errno.h>
@@ -305,9 +306,9 @@ static int merge_ids(const struct eng_tokenizer *tok, const s16 *letters, const 
 	ret->left = tok_find_bytes(tok, bytes, (size_t)na);
 	ret->right = tok_find_bytes(tok, bytes + na, (size_t)nb);
 	ret->result = tok_find_bytes(tok, bytes, (size_t)na + (size_t)nb);
-	return ret->left == TOK_NONE || ret->right == TOK_NONE || ret->result == TOK_NONE
-		       ? -EINVAL
-		       : 0;
+	if (ret->result == TOK_NONE && !KV_MUTANT(merge_to_nothing))
+		return -EINVAL;
+	return ret->left == TOK_NONE || ret->right == TOK_NONE ? -EINVAL : 0;
 }
 
 static int load_merges(struct eng_tokenizer *tok, const struct eng_json *j,

@@ -100,8 +100,12 @@ static void sqe_copy(struct kvd_ring *ring, struct kv_sqe *ret_sqe)
 	u64 words[sizeof(struct kv_sqe) / sizeof(u64)];
 	size_t i;
 
-	for (i = 0; i < KV_ARRAY_SIZE(words); i++)
+	for (i = 0; i < KV_ARRAY_SIZE(words); i++) {
 		words[i] = src[i];
+#ifdef KV_FUZZ
+		kv_fuzz_loaded(&src[i]);
+#endif
+	}
 	memcpy(ret_sqe, words, sizeof(*ret_sqe));
 }
 

@@ -123,6 +123,11 @@ void kvd_ring_sleep(struct kvd_ring *ring);
 /** kvd_ring_wake() - kvmd looks at the ring by itself again */
 void kvd_ring_wake(struct kvd_ring *ring);
 
+#ifdef KV_FUZZ
+/** kv_fuzz_loaded() - a word of an entry was loaded: fuzz targets count and mutate */
+void kv_fuzz_loaded(const volatile void *addr);
+#endif
+
 /** kvd_ring_fault_str() - "sq_tail jump", ... */
 const char *kvd_ring_fault_str(enum kvd_ring_fault fault);
 
