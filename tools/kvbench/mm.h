@@ -42,6 +42,15 @@ int kvb_mm_core_pair(u32 nr_pages, u32 samples, struct kvb_dist *ret,
 		     struct kvb_dist *ret_random);
 
 /**
+ * kvb_mm_python() - the usual block pool in Python (tests/bench/block_pool.py)
+ * @ret_pool: 100 blocks got and freed
+ * @ret_chain: hashes of 32,768 tokens in blocks of 16, chained SHA-256
+ *
+ * Return: 0; -errno, both are NaN: no python3 or no script here.
+ */
+int kvb_mm_python(struct kvb_dist *ret_pool, struct kvb_dist *ret_chain);
+
+/**
  * kvb_mm_core_lookup() - lookup of 32,768 known tokens in kvmd's core, in this process
  * @nr_pages: pages in the index, in prefixes of 512 pages; each lookup asks for a random
  *	one, so that records and tokens are cold
