@@ -34,7 +34,7 @@ void kv_fuzz_loaded(const volatile void *addr)
 static void fetch(void)
 {
 	struct kv_sqe sqe;
-	u32 before = ring.sq_head;
+	u32 before = ring.sq_head, used = ring.cq_published - ring.hdr->cq_head;
 	int r;
 
 	memset(loads, 0, sizeof(loads));
@@ -47,7 +47,9 @@ static void fetch(void)
 		return;
 	/* what was checked is what is acted on */
 	FUZZ_CHECK(sqe.ring_nonce == NONCE);
-	FUZZ_CHECK(ring.nr_parked <= ring.cq_depth);
+	/* every parked entry has its place in the CQ */
+	FUZZ_CHECK(used + (ring.cq_tail - ring.cq_published) + ring.nr_parked <=
+		   ring.cq_depth);
 }
 
 static void args(struct fuzz_in *in)
@@ -108,6 +110,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
 
 	if (kvd_ring_create(&ring, 1, 1, DEPTH, NONCE))
 		return 0;
+	for (u32 i = 0; i < DEPTH; i++)
+		ring.sq[i].ring_nonce = NONCE;
 	schedule = (struct fuzz_in){data + bytes / 2, bytes - bytes / 2};
 	while (in.left)
 		act(&in);
