@@ -19,9 +19,16 @@
 
 /* ------------------------------------------------------------------- what it asks for */
 
+/* Ids begin at 1. */
+static struct kvd_pool *pool_of(const struct kvd *kvd, u32 pool_id)
+{
+	kv_assert(pool_id && pool_id <= KVD_POOLS_MAX);
+	return kvd->core.mm.pools[pool_id - 1];
+}
+
 static void extent_given(void *arg, u32 pool_id, u32 index, u64 serial)
 {
-	struct kvd_pool *pool = ((struct kvd *)arg)->core.mm.pools[pool_id];
+	struct kvd_pool *pool = pool_of(arg, pool_id);
 
 	kv_assert(pool && pool->extents[index].serial == serial);
 	kvd_extent_given(pool, index);
@@ -29,7 +36,7 @@ static void extent_given(void *arg, u32 pool_id, u32 index, u64 serial)
 
 static void extent_put(void *arg, u32 pool_id, u32 index, u64 serial)
 {
-	struct kvd_pool *pool = ((struct kvd *)arg)->core.mm.pools[pool_id];
+	struct kvd_pool *pool = pool_of(arg, pool_id);
 
 	kv_assert(pool && pool->extents[index].serial == serial);
 	kvd_extent_put(pool, index);
@@ -225,7 +232,7 @@ static void drop_draining(struct kvd *kvd)
 	for (u32 i = 0; i < KVD_MOVER_EXTENTS_MAX; i++) {
 		if (!kvd_mover_extent_at(m, i, &e))
 			continue;
-		if (kvd->core.mm.pools[e.pool_id]->extents[e.index].state ==
+		if (pool_of(kvd, e.pool_id)->extents[e.index].state ==
 		    KVD_EXTENT_DRAINING)
 			kvd_mover_extent_drop(m, e.pool_id, e.index, e.serial);
 	}
