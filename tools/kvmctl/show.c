@@ -88,6 +88,25 @@ static void gpu_line(struct ctl *ctl, const cJSON *gpu)
 	printf("\n");
 }
 
+static void mover_line(struct ctl *ctl, const cJSON *mover)
+{
+	char a[32], b[32];
+
+	if (!cJSON_IsObject(mover))
+		return;
+	printf("mover      %s", ctl_str(mover, "state"));
+	if (ctl_num(mover, "pid") > 0)
+		printf(", pid %.0f", ctl_num(mover, "pid"));
+	if (ctl_num(mover, "starts") > 0)
+		printf(", started %.0f times, died %.0f; moved %s out, %s in, %.0f jobs, "
+		       "%.0f failed",
+		       ctl_num(mover, "starts"), ctl_num(mover, "deaths"),
+		       ctl_size(ctl, ctl_num(mover, "out_bytes"), a, sizeof(a)),
+		       ctl_size(ctl, ctl_num(mover, "in_bytes"), b, sizeof(b)),
+		       ctl_num(mover, "jobs"), ctl_num(mover, "failed"));
+	printf("\n");
+}
+
 static int status_text(struct ctl *ctl, const cJSON *reply)
 {
 	const cJSON *mem = cJSON_GetObjectItemCaseSensitive(reply, "memory");
@@ -99,6 +118,7 @@ static int status_text(struct ctl *ctl, const cJSON *reply)
 	       ctl_str(reply, "backend"), ctl_str(reply, "check"));
 	health_text(reply);
 	gpu_line(ctl, cJSON_GetObjectItemCaseSensitive(reply, "gpu"));
+	mover_line(ctl, cJSON_GetObjectItemCaseSensitive(reply, "mover"));
 	printf("memory     %s of %s in extents (%s)\n",
 	       ctl_size(ctl, ctl_num(mem, "extent_bytes"), a, sizeof(a)),
 	       ctl_size(ctl, ctl_num(mem, "capacity_bytes"), b, sizeof(b)),

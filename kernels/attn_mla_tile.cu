@@ -1,0 +1,484 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_mla_tile.cu - MLA decode for 17 to 64 query rows a CTA (64 heads; 128 heads and drafts
+ * are cut into blocks of 64), FP8 and BF16 pages, on wgmma.
+ *
+ * Budget for a page (64 tokens) and 64 rows, in clocks of an SM:
+ *
+ * - matrix: 64 x 64 x (576 + 512) x 2 flops at 4,096 a clock: 2,176; BF16 with P in two parts
+ *   3,200
+ *
+ * - memory at 18.6 bytes: 37,120 bytes of FP8 2,000; 73,728 of BF16 3,960
+ *
+ * - shared memory at 128 bytes: 72 KB of tile in, 72 KB of it and 72 KB of Q for the scores, 64
+ *   KB for the values, 16 KB of P: 2,370
+ *
+ * - conversion of FP8: 36,864 values at 96: 384
+ *
+ * So FP8 is a matter of the matrix units and of shared memory, BF16 of memory.
+ *
+ * Structure. Two tiles of 64 tokens by 576 dims of 16 bits lie in shared memory as wgmma
+ * wants them (blocks of 64 dims, 128-byte swizzle). Four warps fill them: FP8 by plain loads,
+ * conversion and stores, so that a value is converted once; BF16 by asynchronous copies. Two
+ * warpgroups use them: each makes the scores and the softmax of every other page and sums the
+ * values of all pages for its half of the latent dims. They run half a period apart, so one's
+ * matrix work covers the other's softmax. P goes to the other one from lane to lane, as it
+ * lies in the registers of the operand; the warps with the same rows also hand on the
+ * reference m of the exponents (an integer in log2 units). P may exceed it by 2^8, so after the
+ * first pages hardly any row changes its reference and no sum is rescaled.
+ *
+ * A tile comes free in parts: rope and scales when the other warpgroup has P (so the scores
+ * are done), each half of the latent dims when its warpgroup has added it up.
+ *
+ * The latent scale of a token multiplies its score and its probability, relative to the
+ * largest scale so far (a power of two); the rope is converted in units of the latent scale.
+ *
+ * BF16: P in one part of 8 bits is off by 1.7e-3, the rounding of a bf16 output once more; two
+ * parts are exact enough for 1e-3. KVK_ATTN_FAST takes one.
+ */
+#include "kernels/attn_mla_tile_feed.cuh"
+
+#include <errno.h>
+#include <math.h>
+
+/* A consumer thread's sums: rows g and g + 8 of its warp's 16, 256 latent dims. */
+struct tile_state {
+	float o[128]; /* o[4 i + 2 h + e]: dim 8 i + 2 c + e of row g + 8 h */
+	float m[2];   /* reference of the exponents */
+	float l[2];   /* this lane's share, of the pages this warpgroup scored */
+	float unit;   /* log2 of the unit of o beside m */
+};
+
+/* Go over to reference @m and unit @unit. */
+KVK_DEV void tile_rescale(struct tile_state &st, const float *m, float unit)
+{
+	const bool same = m[0] == st.m[0] && m[1] == st.m[1] && unit == st.unit;
+	float f[2];
+
+	if (__all_sync(~0u, same))
+		return;
+#pragma unroll
+	for (int h = 0; h < 2; h++) {
+		float mu = m[h] == -INFINITY ? 0.f : m[h];
+
+		st.l[h] *= exp2_fast(st.m[h] - mu);
+		f[h] = exp2_fast(st.m[h] + st.unit - mu - unit);
+		st.m[h] = m[h];
+	}
+	st.unit = unit;
+#pragma unroll
+	for (int i = 0; i < 128; i++)
+		st.o[i] *= f[i / 2 & 1];
+}
+
+/* BF16: the copies were made by ordinary stores of other threads. */
+template <bool FP8> KVK_DEV void tile_wait(uint64_t *full, uint32_t phase)
+{
+	mbar_wait(full, phase);
+	if (!FP8)
+		fence_proxy_async();
+}
+
+/* Scores of 64 rows and 64 tokens. */
+template <bool FP8>
+KVK_DEV void tile_scores(uint32_t q, uint32_t tile, uint64_t *full, uint32_t phase, float *s)
+{
+	const uint64_t dq = wg_desc(q), dk = wg_desc(tile);
+
+	tile_wait<FP8>(&full[PART_ROPE], phase);
+	wg_fence();
+#pragma unroll
+	for (int k = 32; k < 36; k++)
+		wgmma_scores<!FP8>(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
+				   dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, k > 32);
+	tile_wait<FP8>(&full[PART_LEFT], phase);
+#pragma unroll
+	for (int k = 0; k < 16; k++)
+		wgmma_scores<!FP8>(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
+				   dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, 1);
+	tile_wait<FP8>(&full[PART_RIGHT], phase);
+#pragma unroll
+	for (int k = 16; k < 32; k++)
+		wgmma_scores<!FP8>(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
+				   dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, 1);
+	wg_commit();
+	wg_wait<0>();
+	wg_keep<32>(s);
+}
+
+/* Scores times scales, masked; mx: the largest of rows g, g + 8. */
+template <bool FP8>
+KVK_DEV void tile_scale(const struct attn_params &p, const struct plan_seg &g,
+			int32_t valid, const float *ks, float *s, float *mx)
+{
+	const int lane = threadIdx.x & 31, c = lane % 4, w = threadIdx.x / 32 % 4;
+
+#pragma unroll
+	for (int j = 0; j < 8; j++) {
+		float2 k = FP8 ? *(const float2 *)&ks[8 * j + 2 * c]
+			       : make_float2(p.scale, p.scale);
+
+#pragma unroll
+		for (int e = 0; e < 4; e++)
+			s[4 * j + e] *= e & 1 ? k.y : k.x;
+	}
+	if (valid - (int32_t)g.q_len + 1 < (int32_t)TOKENS) {
+#pragma unroll
+		for (int h = 0; h < 2; h++) {
+			uint32_t row = g.hblk * TILE_ROWS + 16 * w + lane / 4 + 8 * h;
+			int32_t limit = valid - (int32_t)g.q_len + 1 +
+					(int32_t)(row / p.nr_q_heads);
+
+#pragma unroll
+			for (int i = 0; i < 16; i++)
+				if (i / 2 * 8 + 2 * c + (i & 1) >= limit)
+					s[i / 2 * 4 + 2 * h + (i & 1)] = -INFINITY;
+		}
+	}
+	mx[0] = mx[1] = -INFINITY;
+#pragma unroll
+	for (int i = 0; i < 32; i++)
+		mx[i / 2 & 1] = fmaxf(mx[i / 2 & 1], s[i]);
+#pragma unroll
+	for (int h = 0; h < 2; h++) {
+		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 1));
+		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 2));
+	}
+}
+
+/* Probabilities as A operands of four k-steps (in PLANES parts), and the rows' sums. */
+template <bool FP8, int PLANES>
+KVK_DEV void tile_probs(const float *m, const float *vs, float *s, float *l,
+			uint32_t (*a)[4][4])
+{
+	const int c = threadIdx.x & 3;
+
+#pragma unroll
+	for (int j = 0; j < 8; j++) {
+		float2 v = FP8 ? *(const float2 *)&vs[8 * j + 2 * c] : make_float2(1.f, 1.f);
+
+#pragma unroll
+		for (int h = 0; h < 2; h++) {
+			const float mu = m[h] == -INFINITY ? 0.f : m[h];
+			float x = exp2_fast(s[4 * j + 2 * h] - mu);
+			float y = exp2_fast(s[4 * j + 2 * h + 1] - mu);
+			uint32_t *to = &a[0][j / 2][2 * (j & 1) + h];
+
+			l[h] += x + y;
+			*to = FP8 ? pack_f16(x * v.x, y * v.y) : pack_bf16(x, y);
+			if (PLANES == 2) {
+				float2 hi = unpack_bf16(*to);
+
+				a[PLANES - 1][j / 2][2 * (j & 1) + h] =
+					pack_bf16(x - hi.x, y - hi.y);
+			}
+		}
+	}
+}
+
+/* o += P V for this warpgroup's half of the dims; @v: its first block */
+template <bool FP8> KVK_DEV void tile_values(uint32_t v, const uint32_t (*a)[4], float *o)
+{
+	const uint64_t dv = wg_desc(v);
+
+	wg_fence();
+#pragma unroll
+	for (int t = 0; t < 4; t++)
+		wgmma_values<!FP8>(o, a[t], dv + t * (2048 / 16));
+	wg_commit();
+}
+
+KVK_DEV void tile_values_end(float *o)
+{
+	wg_wait<0>();
+	wg_keep<128>(o);
+}
+
+/* Where P's second part travels: the tile's rope block, whose scores are done. */
+KVK_DEV uint4 *tile_px2(struct tile_smem *sm, uint32_t buf, int w)
+{
+	return (uint4 *)sm->tile[buf][8] + w * 128;
+}
+
+/* A page whose scores are this warpgroup's. */
+template <bool FP8, int PLANES>
+KVK_DEV void tile_own(const struct attn_params &p, const struct plan_seg &g,
+		      int32_t valid, uint32_t seq, struct tile_state &st,
+		      struct tile_smem *sm)
+{
+	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 % 4;
+	const uint32_t buf = seq & 1, phase = seq >> 1 & 1;
+	const uint32_t tile = smem_addr(sm->tile[buf]);
+	uint32_t a[PLANES][4][4];
+	float s[32], mx[2], m[2];
+
+	tile_scores<FP8>(smem_addr(sm->q), tile, sm->full[buf], phase, s);
+	tile_scale<FP8>(p, g, valid, sm->ks[buf], s, mx);
+#pragma unroll
+	for (int h = 0; h < 2; h++)
+		m[h] = mx[h] > st.m[h] + TILE_SLACK ? ceilf(mx[h]) : st.m[h];
+	tile_rescale(st, m, FP8 ? sm->unit[buf] : 0.f);
+	tile_probs<FP8, PLANES>(st.m, sm->vs[buf], s, st.l, a);
+	if (PLANES == 2) /* every warp's scores are done with the rope */
+		bar_sync(BAR_OWN + buf, 128);
+#pragma unroll
+	for (int t = 0; t < 4; t++) {
+		sm->px[w][t][lane] = make_uint4(a[0][t][0], a[0][t][1], a[0][t][2], a[0][t][3]);
+		if (PLANES == 2)
+			tile_px2(sm, buf, w)[t * 32 + lane] =
+				make_uint4(a[PLANES - 1][t][0], a[PLANES - 1][t][1],
+					   a[PLANES - 1][t][2], a[PLANES - 1][t][3]);
+	}
+	if (lane % 4 == 0) {
+		sm->mx[16 * w + lane / 4] = st.m[0];
+		sm->mx[16 * w + lane / 4 + 8] = st.m[1];
+	}
+	__syncwarp();
+	if (lane == 0)
+		mbar_arrive(&sm->p_full[buf][w]);
+	tile_values<FP8>(tile + 4 * buf * TILE_BLOCK, a[0], st.o);
+	if (PLANES == 2)
+		tile_values<FP8>(tile + 4 * buf * TILE_BLOCK, a[PLANES - 1], st.o);
+	tile_values_end(st.o);
+	__syncwarp();
+	if (lane == 0)
+		mbar_arrive(&sm->empty[buf][PART_LEFT + buf]);
+}
+
+/* A page that the other warpgroup scores. */
+template <bool FP8, int PLANES>
+KVK_DEV void tile_other(uint32_t seq, struct tile_state &st, struct tile_smem *sm)
+{
+	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 % 4;
+	const uint32_t buf = seq & 1, phase = seq >> 1 & 1, half = buf ^ 1;
+	const uint32_t tile = smem_addr(sm->tile[buf]);
+	uint32_t a[PLANES][4][4];
+	float m[2], unit;
+
+	mbar_wait(&sm->p_full[buf][w], phase);
+#pragma unroll
+	for (int i = 0; i < 4 * PLANES; i++) {
+		const int t = i % 4;
+		uint4 v = i < 4 ? sm->px[w][t][lane] : tile_px2(sm, buf, w)[t * 32 + lane];
+
+		a[i / 4][t][0] = v.x;
+		a[i / 4][t][1] = v.y;
+		a[i / 4][t][2] = v.z;
+		a[i / 4][t][3] = v.w;
+	}
+	m[0] = sm->mx[16 * w + lane / 4];
+	m[1] = sm->mx[16 * w + lane / 4 + 8];
+	unit = FP8 ? sm->unit[buf] : 0.f;
+	__syncwarp();
+	if (lane == 0)
+		mbar_arrive(&sm->empty[buf][PART_ROPE]);
+	tile_rescale(st, m, unit);
+	tile_wait<FP8>(&sm->full[buf][PART_LEFT + half], phase);
+	tile_values<FP8>(tile + 4 * half * TILE_BLOCK, a[0], st.o);
+	if (PLANES == 2)
+		tile_values<FP8>(tile + 4 * half * TILE_BLOCK, a[PLANES - 1], st.o);
+	tile_values_end(st.o);
+	__syncwarp();
+	if (lane == 0)
+		mbar_arrive(&sm->empty[buf][PART_LEFT + half]);
+}
+
+/* Bench only: the tiles come and go. */
+KVK_DEV void tile_skip(uint32_t seq, int wg, struct tile_smem *sm)
+{
+	const uint32_t buf = seq & 1, phase = seq >> 1 & 1;
+
+	for (int i = 0; i < NR_PARTS; i++)
+		mbar_wait(&sm->full[buf][i], phase);
+	__syncwarp();
+	if ((threadIdx.x & 31) == 0) {
+		if (buf != wg)
+			mbar_arrive(&sm->empty[buf][PART_ROPE]);
+		mbar_arrive(&sm->empty[buf][PART_LEFT + wg]);
+	}
+}
+
+/* The segment's rows to the output (normalised) or to the unit's slot. */
+KVK_DEV void tile_write(const struct attn_params &p, const struct plan_seg &s,
+			const struct tile_state &st, uint32_t rows,
+			const struct tile_smem *sm)
+{
+	const int lane = threadIdx.x & 31, wg = threadIdx.x / 128, c = lane % 4;
+	float *slot = s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(s, s.part)) : NULL;
+	const float unit = exp2_fast(st.unit) * (p.scales ? p.scales[0] : 1.f);
+
+#pragma unroll
+	for (int h = 0; h < 2; h++) {
+		const uint32_t row = threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * h;
+		const float l = sm->lsum[0][row] + sm->lsum[1][row];
+		const float f = slot ? unit : l > 0.f ? unit / l : l;
+		size_t off;
+
+		if (row >= rows)
+			continue;
+		if (slot && wg == 0 && c == 0) /* nothing seen: m must not count */
+			((float2 *)slot)[row] =
+				make_float2(l == 0.f ? -INFINITY : st.m[h], l);
+		off = slot ? slot_o_off(rows) + (size_t)row * LATENT
+			   : mla_row_elem(p, s, TILE_ROWS, row);
+		off += wg * 256 + 2 * c;
+#pragma unroll
+		for (int i = 0; i < 32; i++) {
+			float x = st.o[4 * i + 2 * h] * f, y = st.o[4 * i + 2 * h + 1] * f;
+
+			if (slot)
+				*(float2 *)(slot + off + 8 * i) = make_float2(x, y);
+			else
+				out_store2(p, off + 8 * i, x, y);
+		}
+	}
+}
+
+/* After a segment's last page. */
+KVK_DEV void tile_end(const struct attn_params &p, const struct mla_seg &g,
+		      struct tile_state &st, struct tile_smem *sm)
+{
+	const int lane = threadIdx.x & 31, wg = threadIdx.x / 128;
+	const uint32_t rows =
+		min((uint32_t)TILE_ROWS, g.s.q_len * p.nr_q_heads - g.s.hblk * TILE_ROWS);
+
+#pragma unroll
+	for (int h = 0; h < 2; h++) {
+		float l = st.l[h];
+
+		l += __shfl_xor_sync(~0u, l, 1);
+		l += __shfl_xor_sync(~0u, l, 2);
+		if (lane % 4 == 0)
+			sm->lsum[wg][threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * h] =
+				g.poisoned ? NAN : l;
+	}
+	bar_sync(BAR_ALL, 256);
+	if (g.ok)
+		tile_write(p, g.s, st, rows, sm);
+	else if (g.s.part == 0)
+		for (uint32_t e = threadIdx.x; e < rows * (LATENT / 2); e += 256)
+			out_store2(p, mla_row_elem(p, g.s, TILE_ROWS, 0) + 2 * e, NAN, NAN);
+	if (g.ok && g.s.nr_parts > 1)
+		plan_arrive(p, g.s, g.s.nr_parts * 8, &sm->pend[g.s.part == 0]);
+}
+
+template <bool FP8, int PLANES>
+KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
+			  struct tile_smem *sm)
+{
+	/* the compiler must see that whole warps take a branch with wgmma in it */
+	const uint32_t wg = __shfl_sync(~0u, threadIdx.x / 128, 0);
+	uint32_t seq = 0;
+
+	for (uint32_t i = 0; i < count; i++) {
+		struct tile_state st = {};
+		struct mla_seg g;
+		uint32_t nr;
+
+		spin_until(&sm->segs_in, i);
+		g = sm->segs[i % TILE_SEGS];
+		__syncwarp();
+		if (threadIdx.x % 32 == 0)
+			atoms_add_release(&sm->segs_done, 1);
+		st.m[0] = st.m[1] = -INFINITY;
+		tile_load_q<FP8>(p, g.s, sm);
+		nr = __shfl_sync(~0u, g.nr_pieces, 0);
+		for (uint32_t n = 0; n < nr; n++, seq++) {
+			int32_t valid = (int32_t)(g.s.len - (g.s.page0 + n) * TOKENS);
+
+			if (p.flags & KVK_ATTN_LOADS)
+				tile_skip(seq, wg, sm);
+			else if ((seq & 1) == wg)
+				tile_own<FP8, PLANES>(p, g.s, valid, seq, st, sm);
+			else
+				tile_other<FP8, PLANES>(seq, st, sm);
+		}
+		tile_end(p, g, st, sm);
+	}
+}
+
+/* The CTA's end: its split units, by all consumers. The tiles are empty and serve as
+ * scratch. */
+KVK_DEV void tile_finish(const struct attn_params &p, struct tile_smem *sm)
+{
+	bar_sync(BAR_ALL, 256);
+	for (int i = 0; i < 2; i++) {
+		const struct plan_pending *pend = &sm->pend[i];
+		uint32_t rows = pend->s.q_len * p.nr_q_heads - pend->s.hblk * TILE_ROWS;
+
+		if (pend->epoch)
+			plan_finish<LATENT, mla_row_elem>(
+				p, pend, TILE_ROWS, min((uint32_t)TILE_ROWS, rows),
+				pend->s.nr_parts * 8, (struct plan_part *)sm->tile,
+				&sm->flag, threadIdx.x, BAR_ALL, 256);
+	}
+}
+
+template <bool FP8, int PLANES>
+__global__ void __launch_bounds__(384, 1)
+	attn_mla_tile_kernel(const __grid_constant__ struct attn_params p)
+{
+	using C = tile_cfg<FP8, PLANES>;
+	extern __shared__ __align__(1024) uint8_t smem_raw[];
+	struct tile_smem *sm = (struct tile_smem *)smem_raw;
+
+	if (threadIdx.x == 0) {
+		for (int i = 0; i < 2; i++) {
+			for (int k = 0; k < NR_PARTS; k++) {
+				mbar_init(&sm->full[i][k], C::FULL_COUNT);
+				mbar_init(&sm->empty[i][k], 4);
+			}
+			for (int k = 0; k < 4; k++)
+				mbar_init(&sm->p_full[i][k], 1);
+			sm->pend[i].epoch = sm->pend[i].last = 0;
+		}
+		sm->segs_in = sm->segs_done = 0;
+		mbar_init_fence();
+	}
+	__syncthreads();
+	plan_enter(p);
+	if (threadIdx.x >= 256) {
+		regs_dec<C::REGS_FEED>();
+		if (FP8)
+			feed_fp8(p, p.mem.ctas[blockIdx.x], *p.step, sm);
+		else
+			feed_bf16(p, p.mem.ctas[blockIdx.x], *p.step, sm);
+	} else {
+		regs_inc<C::REGS_USE>();
+		tile_consume<FP8, PLANES>(p, p.mem.ctas[blockIdx.x].count, sm);
+		tile_finish(p, sm);
+	}
+}
+
+template <bool FP8, int PLANES>
+static int launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream)
+{
+	cudaLaunchAttribute attr = {};
+	cudaLaunchConfig_t cfg = {};
+
+	static_assert(sizeof(struct tile_smem) <= 227 * 1024, "too much shared memory");
+	if (cudaFuncSetAttribute(attn_mla_tile_kernel<FP8, PLANES>,
+				 cudaFuncAttributeMaxDynamicSharedMemorySize,
+				 (int)sizeof(struct tile_smem)) != cudaSuccess)
+		return -EIO;
+	attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr.val.programmaticStreamSerializationAllowed = 1;
+	cfg.gridDim = dim3(nr_ctas);
+	cfg.blockDim = dim3(tile_cfg<FP8, PLANES>::NR_THREADS);
+	cfg.dynamicSmemBytes = sizeof(struct tile_smem);
+	cfg.stream = stream;
+	cfg.attrs = &attr;
+	cfg.numAttrs = 1;
+	return cudaLaunchKernelEx(&cfg, attn_mla_tile_kernel<FP8, PLANES>, *p) == cudaSuccess
+		       ? 0
+		       : -EIO;
+}
+
+int mla_tile_launch(const struct attn_params *p, bool fp8, uint32_t nr_ctas,
+		    cudaStream_t stream)
+{
+	if (fp8)
+		return launch<true, 1>(p, nr_ctas, stream);
+	return p->flags & KVK_ATTN_FAST ? launch<false, 1>(p, nr_ctas, stream)
+					: launch<false, 2>(p, nr_ctas, stream);
+}

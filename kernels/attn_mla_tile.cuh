@@ -1,0 +1,182 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_mla_tile.cuh - constants, shared memory, wgmma and queries of the MLA decode kernel
+ * for up to 64 query rows; attn_mla_tile.cu explains it.
+ */
+#ifndef KVK_ATTN_MLA_TILE_CUH
+#define KVK_ATTN_MLA_TILE_CUH
+
+#include "kernels/attn_mla.cuh"
+
+#define TILE_ROWS   64 /* query rows of a CTA */
+#define TILE_BLOCK  8192 /* bytes of 64 tokens (or rows) by 64 dims of 16 bits */
+#define TILE_BLOCKS 9	 /* latent 0 .. 7, rope 8 */
+#define TILE_SEGS   4
+#define TILE_SLACK  8.f /* P may grow to 2^8 before its reference is raised */
+#define BAR_OWN	    2	/* + warpgroup */
+
+/* Parts of a tile: each has barriers of its own. */
+#define PART_ROPE  0 /* block 8, the scales and the unit */
+#define PART_LEFT  1 /* blocks 0 .. 3: the first warpgroup's values */
+#define PART_RIGHT 2 /* blocks 4 .. 7: the second one's */
+#define NR_PARTS   3
+
+/* PLANES: P in one or two parts of 16 bits. */
+template <bool FP8, int PLANES> struct tile_cfg {
+	static constexpr int ES = FP8 ? 1 : 2;
+	static constexpr int RB = LATENT * ES;
+	static constexpr int RR = ROPE * ES;
+	static constexpr int ROPE_OFF = TOKENS * RB;
+	static constexpr int SCALE_OFF = TOKENS * (RB + RR);
+	static constexpr int NR_USE = 8;  /* consumer warps */
+	static constexpr int NR_FEED = 4; /* warps that fill the tiles */
+	static constexpr int NR_THREADS = (NR_USE + NR_FEED) * 32;
+	static constexpr int REGS_USE = 208;
+	static constexpr int REGS_FEED = 88;
+	/* FP8: a warp's lane 0 arrives; BF16: the copies of every thread do */
+	static constexpr int FULL_COUNT = FP8 ? NR_FEED : NR_FEED * 32;
+};
+
+/* Aligned to 1,024 bytes: q and tile are read by wgmma with the 128-byte swizzle. */
+struct tile_smem {
+	uint8_t q[TILE_BLOCKS][TILE_BLOCK];	  /* [64 dims][row][dim] */
+	uint8_t tile[2][TILE_BLOCKS][TILE_BLOCK]; /* [64 dims][token][dim] */
+	uint4 px[4][4][32];			  /* P on its way: [warp][k-step][lane] */
+	float ks[2][TOKENS];			  /* a token's factor of the scores */
+	float vs[2][TOKENS];			  /* ... of the probabilities, <= 1 */
+	float mx[TILE_ROWS];			  /* reference that goes with px */
+	float lsum[2][TILE_ROWS];		  /* at a segment's end */
+	float unit[2];				  /* log2 of what vs is in units of */
+	struct mla_seg segs[TILE_SEGS];
+	struct plan_pending pend[2];
+	uint64_t full[2][NR_PARTS];
+	uint64_t empty[2][NR_PARTS];
+	uint64_t p_full[2][4]; /* px holds the P that this warp of this warpgroup made */
+	uint32_t segs_in;
+	uint32_t segs_done;
+	uint32_t flag;
+};
+
+/* ------------------------------------------------------------------------------- wgmma
+ */
+
+KVK_DEV void wg_fence(void)
+{
+	SM90_ASM("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+KVK_DEV void wg_commit(void)
+{
+	SM90_ASM("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int N> KVK_DEV void wg_wait(void)
+{
+	SM90_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+/* Keeps the compiler from touching registers that a wgmma still uses. */
+template <int N> KVK_DEV void wg_keep(float *d)
+{
+#pragma unroll
+	for (int i = 0; i < N; i++)
+		asm volatile("" : "+f"(d[i])::"memory");
+}
+
+/*
+ * Descriptor of an operand with the 128-byte swizzle: groups of 8 rows lie 1,024 bytes
+ * apart, blocks of 64 columns TILE_BLOCK (only a transposed operand has more than one).
+ */
+KVK_DEV uint64_t wg_desc(uint32_t addr)
+{
+	return (uint64_t)((addr & 0x3ffff) >> 4) | ((uint64_t)(TILE_BLOCK >> 4) << 16) |
+	       (64ull << 32) | (1ull << 62);
+}
+
+#define WG_D4(i)  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WG_D16(i) WG_D4(i), WG_D4(i + 4), WG_D4(i + 8), WG_D4(i + 12)
+#define WG_D64(i) WG_D16(i), WG_D16(i + 16), WG_D16(i + 32), WG_D16(i + 48)
+
+#define WG_SCORES(type)                                                               \
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                         \
+		 "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " "      \
+		 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"            \
+		 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, " \
+		 "%32, %33, p, 1, 1, 0, 0;\n}"                                        \
+		 : WG_D16(0), WG_D16(16)                                              \
+		 : "l"(a), "l"(b), "r"(use_d))
+
+/* d[64][64] = (use_d ? d : 0) + a[64][16] b[64][16]^T, both in shared memory */
+template <bool BF16>
+KVK_DEV void wgmma_scores(float *d, uint64_t a, uint64_t b, int use_d)
+{
+	if (BF16)
+		WG_SCORES("bf16");
+	else
+		WG_SCORES("f16");
+}
+
+#define WG_VALUES(type)                                                                  \
+	SM90_ASM("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " "        \
+		 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"               \
+		 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"      \
+		 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"      \
+		 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"      \
+		 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"      \
+		 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"      \
+		 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,"    \
+		 "%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,"     \
+		 "%123,%124,%125,%126,%127}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;\n" \
+		 : WG_D64(0), WG_D64(64)                                                 \
+		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+/* d[64][256] += a[64][16] b[16][256]; rows of b's memory are k */
+template <bool BF16> KVK_DEV void wgmma_values(float *d, const uint32_t *a, uint64_t b)
+{
+	if (BF16)
+		WG_VALUES("bf16");
+	else
+		WG_VALUES("f16");
+}
+
+/* ------------------------------------------------------------------------------ queries
+ */
+
+/* Two values as the matrix units want them. */
+template <bool FP8> KVK_DEV uint32_t tile_pack(float lo, float hi)
+{
+	return FP8 ? pack_f16(lo, hi) : pack_bf16(lo, hi);
+}
+
+/* The block's queries to shared memory, by all consumers; the last ones are done with. */
+template <bool FP8>
+KVK_DEV void tile_load_q(const struct attn_params &p, const struct plan_seg &s,
+			 struct tile_smem *sm)
+{
+	const uint32_t rows = s.q_len * p.nr_q_heads, first = s.hblk * TILE_ROWS;
+	constexpr uint32_t PER = (LATENT + ROPE) / 8; /* chunks of 16 bytes in a row */
+
+	grid_wait();
+#pragma unroll 6
+	for (uint32_t i = threadIdx.x; i < TILE_ROWS * PER; i += 256) {
+		const uint32_t row = i / PER, at = i % PER;
+		const size_t d =
+			((size_t)s.q0 * p.nr_q_heads + first + row) * (LATENT + ROPE) +
+			at * 8;
+		uint32_t v[4];
+
+#pragma unroll
+		for (int k = 0; k < 4; k++) {
+			float2 x = first + row < rows ? act_load2(p, d + 2 * k)
+						      : make_float2(0.f, 0.f);
+
+			v[k] = tile_pack<FP8>(x.x, x.y);
+		}
+		*(uint4 *)(sm->q[at / 8] + row * 128 + ((at ^ row) & 7) * 16) =
+			make_uint4(v[0], v[1], v[2], v[3]);
+	}
+	fence_proxy_async();
+	bar_sync(BAR_ALL, 256);
+}
+
+#endif /* KVK_ATTN_MLA_TILE_CUH */
