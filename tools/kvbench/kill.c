@@ -532,7 +532,7 @@ int kvb_kill(int argc, char **argv)
 {
 	struct options opt = {.rounds = 20, .children = (1u << KILL_CHILDREN) - 1};
 	struct victim_args v = {NULL, 0, 0};
-	struct scene s = {NULL};
+	struct scene s = {.fd = -1};
 	cJSON *o, *list;
 	int r;
 
