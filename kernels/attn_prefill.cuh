@@ -18,6 +18,7 @@
 #define PF_WG_ROWS   64	 /* ... of a consumer warpgroup */
 #define PF_KEYS	     128 /* tokens of a tile: two pages */
 #define PF_STAGES    2
+#define PF_SCALES    4 /* slots of token scales: outlive the stage of their K */
 #define PF_THREADS   384
 #define PF_BATCH_MAX 128u   /* requests of a launch */
 #define PF_HALF	     16384u /* bytes of 128 rows of 64 values */
@@ -31,10 +32,12 @@
  * array of all tokens with K's first part and V of a head side by side, and one with K's
  * last 64 values, which all heads share.
  */
-template <int DK_, int DV_, bool PAGED_> struct pf_cfg {
+template <int DK_, int DV_, bool PAGED_, bool FP8_> struct pf_cfg {
 	static constexpr int DK = DK_;
 	static constexpr int DV = DV_;
 	static constexpr bool PAGED = PAGED_;
+	static constexpr bool FP8 = FP8_;	    /* pages in e4m3 */
+	static constexpr int FEEDERS = FP8 ? 4 : 1; /* warps that fill a tile */
 	static constexpr int KH = DK / 64;
 	static constexpr int VH = DV / 64;
 };
@@ -45,6 +48,7 @@ struct pf_params {
 	const uint8_t *base; /* of the layer in page 0; else the array with V */
 	uint64_t extent_bytes;
 	uint64_t stride_bytes;
+	const float *static_scales; /* [kv heads][2] of the layer, or NULL */
 	const struct kv_row *rows;
 	const uint32_t *row_start;
 	const uint32_t *lengths;
@@ -77,6 +81,7 @@ template <class C> struct pf_smem {
 	uint8_t q[C::KH][PF_HALF];
 	uint8_t k[PF_STAGES][C::KH][PF_HALF];
 	uint8_t v[PF_STAGES][C::VH][PF_HALF];
+	float2 scales[C::FP8 ? PF_SCALES : 1][PF_KEYS]; /* K, V of a tile's tokens */
 	struct pf_req reqs[PF_BATCH_MAX + 1]; /* longest first; the last one only ends */
 	uint32_t order[PF_BATCH_MAX];	      /* while the schedule is made: keys */
 	uint64_t q_full[2];

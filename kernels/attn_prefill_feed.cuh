@@ -35,32 +35,35 @@ KVK_DEV uint32_t pf_q_at(const struct pf_params &p, const struct pf_item &it,
 	       (C::DK / 8);
 }
 
-/* 64 rows of a warpgroup; rows behind the last one become zero. One warp. */
+/*
+ * @nr (32 or 64) rows of the item from row @row0 on; rows behind the last one become zero.
+ * One warp, which then arrives at @full.
+ */
 template <class C>
-KVK_DEV void pf_load_q(const struct pf_params &p, const struct pf_item &it, uint32_t wg,
-		       struct pf_smem<C> *sm)
+KVK_DEV void pf_load_q(const struct pf_params &p, const struct pf_item &it, uint32_t row0,
+		       uint32_t nr, uint64_t *full, struct pf_smem<C> *sm)
 {
 	constexpr uint32_t PIECES = C::DK / 8;
 	const uint32_t lane = threadIdx.x & 31, q = smem_addr(sm->q);
-	const uint32_t at0 = pf_q_at<C>(p, it, it.row0 + wg * PF_WG_ROWS + lane);
-	const uint32_t at1 = pf_q_at<C>(p, it, it.row0 + wg * PF_WG_ROWS + 32 + lane);
+	const uint32_t at0 = pf_q_at<C>(p, it, it.row0 + row0 + lane);
+	const uint32_t at1 = pf_q_at<C>(p, it, it.row0 + row0 + 32 + lane);
 	const uint4 *src = (const uint4 *)(p.q + (size_t)it.r.q0 * p.nr_q_heads * C::DK);
 
 #pragma unroll 8
-	for (uint32_t k = 0; k < PF_WG_ROWS * PIECES / 32; k++) {
+	for (uint32_t k = 0; k < nr * PIECES / 32; k++) {
 		uint32_t i = k * 32 + lane, row = i / PIECES, c = i % PIECES;
 		uint32_t a = __shfl_sync(~0u, at0, row % 32);
 		uint32_t b = __shfl_sync(~0u, at1, row % 32);
 		uint32_t at = row < 32 ? a : b;
 
-		pf_copy16(q + pf_swizzle(wg * PF_WG_ROWS + row, c),
-			  src + (at == ~0u ? 0 : at + c), at == ~0u ? 0 : 16);
+		pf_copy16(q + pf_swizzle(row0 + row, c), src + (at == ~0u ? 0 : at + c),
+			  at == ~0u ? 0 : 16);
 	}
 	asm volatile("cp.async.wait_all;" ::: "memory");
 	fence_proxy_async();
 	__syncwarp();
 	if (lane == 0)
-		mbar_arrive(&sm->q_full[wg]);
+		mbar_arrive(full);
 }
 
 template <class C>
@@ -74,7 +77,7 @@ KVK_DEV void pf_feed_q(const struct pf_params &p, uint32_t wg, struct pf_smem<C>
 		if (!it.r.ok)
 			continue;
 		mbar_wait(&sm->q_empty[wg], (n++ & 1) ^ 1);
-		pf_load_q<C>(p, it, wg, sm);
+		pf_load_q<C>(p, it, wg * PF_WG_ROWS, PF_WG_ROWS, &sm->q_full[wg], sm);
 	}
 }
 
@@ -90,6 +93,17 @@ struct pf_feed {
 	uint32_t pfn;
 	uint32_t pfn0;
 };
+
+/* A new item: how many pages, and the first page numbers. All lanes. */
+template <class C>
+KVK_DEV void pf_feed_start(const struct pf_params &p, struct pf_feed *f)
+{
+	const uint32_t lane = threadIdx.x & 31;
+
+	f->nr_pages = (f->it.r.len + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
+	f->pfn0 = 0;
+	f->pfn = C::PAGED && lane < f->nr_pages ? p.rows[f->it.r.src + lane].pfn : 0;
+}
 
 /* Page number of page @page, in all lanes. Pages are asked for in ascending order. */
 KVK_DEV uint32_t pf_pfn(const struct pf_params &p, struct pf_feed *f, uint32_t page)
@@ -245,12 +259,7 @@ KVK_DEV void pf_feed_kv(const struct pf_params &p, struct pf_smem<C> *sm)
 	while (pf_next<C>(p, sm, &w, &f.it)) {
 		if (!f.it.r.ok)
 			continue;
-		f.nr_pages = (f.it.r.len + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
-		f.pfn0 = 0;
-		if (C::PAGED)
-			f.pfn = (threadIdx.x & 31) < f.nr_pages
-					? p.rows[f.it.r.src + (threadIdx.x & 31)].pfn
-					: 0;
+		pf_feed_start<C>(p, &f);
 		pf_load_k<C>(p, &f, 0, sm);
 		for (uint32_t j = 1; j < f.it.nr; j++) {
 			pf_load_k<C>(p, &f, j, sm);

@@ -82,6 +82,38 @@ template <class C> KVK_DEV void pf_mask(struct pf_state<C> &t, int tile)
 	}
 }
 
+/* FP8: scores times the tokens' K scales. */
+template <class C> KVK_DEV void pf_scale_k(struct pf_state<C> &t, const float2 *scales)
+{
+	const float4 *s = (const float4 *)scales + (threadIdx.x & 3);
+
+#pragma unroll
+	for (int j = 0; j < PF_KEYS / 8; j++) {
+		float4 x = s[4 * j]; /* K, V of one column, then of the next */
+
+		t.s[4 * j] *= x.x;
+		t.s[4 * j + 1] *= x.z;
+		t.s[4 * j + 2] *= x.x;
+		t.s[4 * j + 3] *= x.z;
+	}
+}
+
+/* FP8: probabilities, already summed, times the tokens' V scales. */
+template <class C> KVK_DEV void pf_scale_v(struct pf_state<C> &t, const float2 *scales)
+{
+	const float4 *s = (const float4 *)scales + (threadIdx.x & 3);
+
+#pragma unroll
+	for (int j = 0; j < PF_KEYS / 8; j++) {
+		float4 x = s[4 * j];
+
+		t.s[4 * j] *= x.y;
+		t.s[4 * j + 1] *= x.w;
+		t.s[4 * j + 2] *= x.y;
+		t.s[4 * j + 3] *= x.w;
+	}
+}
+
 /*
  * Scores to probabilities 2^(s scale - m scale). The reference m moves only when a score
  * passes it by 2^PF_SLACK: alpha is 1 nearly always. What happens to a row depends on the
@@ -289,12 +321,16 @@ KVK_DEV void pf_step(const struct pf_params &p, struct pf_state<C> &t, uint64_t 
 		pf_turn_give(wg);
 	wgm_wait<1>();
 	wgm_keep(t.s);
+	if constexpr (C::FP8)
+		pf_scale_k<C>(t, sm->scales[n % PF_SCALES]);
 	pf_release(&sm->k_empty[n % PF_STAGES]);
 	if (MASK && j == last)
 		pf_release(&sm->q_empty[wg]);
 	if (MASK)
 		pf_mask<C>(t, (int)j);
 	pf_softmax<C>(t, p.scale, slack);
+	if constexpr (C::FP8)
+		pf_scale_v<C>(t, sm->scales[n % PF_SCALES]);
 	pf_wait_next<C>(t, n, j < last, sm);
 	wgm_wait<0>();
 	wgm_keep(t.o);
@@ -339,12 +375,16 @@ KVK_DEV void pf_item_run(const struct pf_params &p, const struct pf_item &it, ui
 	pf_qk<C>(t, q, pf_k_desc<C>(sm, n0));
 	wgm_wait<0>();
 	wgm_keep(t.s);
+	if constexpr (C::FP8)
+		pf_scale_k<C>(t, sm->scales[n0 % PF_SCALES]);
 	pf_release(&sm->k_empty[n0 % PF_STAGES]);
 	if (last == 0)
 		pf_release(&sm->q_empty[wg]);
 	if (full == 0)
 		pf_mask<C>(t, 0);
 	pf_softmax<C>(t, p.scale, slack);
+	if constexpr (C::FP8)
+		pf_scale_v<C>(t, sm->scales[n0 % PF_SCALES]);
 	pf_wait_next<C>(t, n0, last > 0, sm);
 	pf_pack<C>(t);
 	for (; j < full && j < last; j++)

@@ -23,22 +23,29 @@ struct prefill_line {
 	const char *name;
 	uint32_t heads;
 	uint32_t kv_heads; /* 0: expanded MLA, 192 / 128 */
+	uint32_t dtype;
 	uint32_t head_dim;
 	uint32_t q_len;
 	uint32_t len;
 	double target_tflops;
 };
 
+#define BF KV_DTYPE_BF16
+#define E4 KV_DTYPE_E4M3
+
 static const struct prefill_line lines[] = {
-	{"gqa bf16 96/8 prefill", 96, 8, 128, 1024, 1024, 0},
-	{"gqa bf16 96/8 prefill", 96, 8, 128, 2048, 2048, 0},
-	{"gqa bf16 96/8 prefill", 96, 8, 128, 8192, 8192, 550},
-	{"gqa bf16 96/8 prefill", 96, 8, 128, 1024, 32768, 0},
-	{"gqa bf16 64/8 prefill", 64, 8, 128, 8192, 8192, 0},
-	{"gqa bf16 32/4 prefill", 32, 4, 64, 8192, 8192, 0},
-	{"mla bf16 64 prefill", 64, 0, 192, 2048, 2048, 0},
-	{"mla bf16 64 prefill", 64, 0, 192, 8192, 8192, 450},
-	{"mla bf16 64 prefill", 64, 0, 192, 1024, 32768, 0},
+	{"gqa bf16 96/8 prefill", 96, 8, BF, 128, 1024, 1024, 0},
+	{"gqa bf16 96/8 prefill", 96, 8, BF, 128, 2048, 2048, 0},
+	{"gqa bf16 96/8 prefill", 96, 8, BF, 128, 8192, 8192, 550},
+	{"gqa bf16 96/8 prefill", 96, 8, BF, 128, 1024, 32768, 0},
+	{"gqa bf16 64/8 prefill", 64, 8, BF, 128, 8192, 8192, 0},
+	{"gqa bf16 32/4 prefill", 32, 4, BF, 64, 8192, 8192, 0},
+	{"gqa fp8 96/8 prefill", 96, 8, E4, 128, 2048, 2048, 0},
+	{"gqa fp8 96/8 prefill", 96, 8, E4, 128, 8192, 8192, 0},
+	{"gqa fp8 96/8 prefill", 96, 8, E4, 128, 1024, 32768, 0},
+	{"mla bf16 64 prefill", 64, 0, BF, 192, 2048, 2048, 0},
+	{"mla bf16 64 prefill", 64, 0, BF, 192, 8192, 8192, 450},
+	{"mla bf16 64 prefill", 64, 0, BF, 192, 1024, 32768, 0},
 };
 
 /* A line's arrays on the device. */
@@ -93,6 +100,35 @@ static void *make_batch(struct kvk_batch *b, uint32_t q_len, uint32_t len)
 	return d;
 }
 
+/* fp16 scales of all tokens: 0.004 .. 0.012. A CTA per page and layer. */
+__global__ void prefill_scales_kernel(uint8_t *base, uint64_t stride,
+				      uint64_t layer_stride, uint32_t off, uint32_t n)
+{
+	uint16_t *s = (uint16_t *)(base + blockIdx.x / NR_SETS * stride +
+				   blockIdx.x % NR_SETS * layer_stride + off);
+
+	for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
+		s[i] = kvk_f32_to_f16(0.004f +
+				      (float)((blockIdx.x * n + i) * 2654435761u % 1021) *
+					      8e-6f);
+}
+
+static void fill_pages(struct kvb_ctx *ctx, const struct kvk_pages *pg)
+{
+	const struct kv_layout *l = &pg->layout;
+	size_t bytes = (size_t)pg->geometry.nr_pages * pg->geometry.stride_bytes;
+
+	if (l->dtype == BF) {
+		kvb_fill_bf16(ctx, pg->base, bytes / 2, 3, 1.0f);
+		return;
+	}
+	kvb_fill_e4m3(ctx, pg->base, bytes, 3);
+	prefill_scales_kernel<<<pg->geometry.nr_pages * NR_SETS, 256, 0, ctx->stream>>>(
+		(uint8_t *)pg->base, pg->geometry.stride_bytes, kv_layer_stride(l),
+		kv_gqa_scale_off(l, 0, 0, 0), 2 * KV_PAGE_TOKENS * l->nr_kv_heads);
+	KVB_CUDA(cudaGetLastError());
+}
+
 static void make_pages(struct kvb_ctx *ctx, struct prefill_case *c)
 {
 	uint32_t nr = (c->ln->len + 63) / 64, nr_pages = nr * POOL_FACTOR;
@@ -102,7 +138,8 @@ static void make_pages(struct kvb_ctx *ctx, struct prefill_case *c)
 
 	l->format_version = KV_LAYOUT_VERSION;
 	l->kind = KV_LAYOUT_GQA;
-	l->dtype = KV_DTYPE_BF16;
+	l->dtype = c->ln->dtype;
+	l->scale_kind = c->ln->dtype == E4 ? KV_SCALE_TOKEN : KV_SCALE_NONE;
 	l->page_tokens = KV_PAGE_TOKENS;
 	l->nr_layers = NR_SETS;
 	l->nr_kv_heads = c->ln->kv_heads;
@@ -111,7 +148,7 @@ static void make_pages(struct kvb_ctx *ctx, struct prefill_case *c)
 		kv_page_stride(l);
 	c->pages.geometry.nr_pages = nr_pages;
 	KVB_CUDA(cudaMalloc(&c->pages.base, nr_pages * kv_page_stride(l)));
-	kvb_fill_bf16(ctx, c->pages.base, nr_pages * kv_page_stride(l) / 2, 3, 1.0f);
+	fill_pages(ctx, &c->pages);
 	for (uint32_t i = 0; i < nr_pages; i++)
 		rows[i] = kv_row_make(i, kv_tag_make(1, KV_TAG_LIVE), 0, 0, i);
 	for (uint32_t i = 0; i < nr; i++) {

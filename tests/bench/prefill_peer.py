@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peers of the prefill lines of kvbench-kernels: torch's scaled_dot_product_attention.
 
-    python3 tests/bench/prefill_peer.py [--json] [--replays N]
+    python3 tests/bench/prefill_peer.py [--json] [--replays N] [--filter S]
 
 Needs torch with CUDA; same shapes, same way of timing (a CUDA graph of 8 calls, the median
 replay), dense K and V instead of pages. Error: the last 8 tokens against float64.
@@ -88,14 +88,18 @@ def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("--json", action="store_true")
     ap.add_argument("--replays", type=int, default=15)
+    ap.add_argument("--filter", default="", help="substring of name or shape; a,b = either")
     args = ap.parse_args()
     rows = []
     for name, heads, kv_heads, dk, dv, q_len, length in LINES:
+        shape = f"{q_len // 1024}k x {length // 1024}k"
+        if not any(part in f"{name} {shape}" for part in args.filter.split(",")):
+            continue
         q, k, v = tensors(heads, kv_heads, dk, dv, q_len, length)
         seen = q_len * (length - q_len) + q_len * (q_len + 1) / 2
         flops = 2.0 * seen * heads * (dk + dv)
         for backend, which in BACKENDS:
-            row = {"name": name, "shape": f"{q_len // 1024}k x {length // 1024}k",
+            row = {"name": name, "shape": shape,
                    "peer": f"torch {torch.__version__} {backend}"}
             try:
                 with sdpa_kernel(which):

@@ -151,6 +151,7 @@ static void upload(struct world *w, u32 layer)
 	memset(a, 0, sizeof(*a));
 	a->pages = w->f.pages;
 	a->pages.base = to_device(w, PAGES, w->f.pages.base, w->f.bytes);
+	a->pages.scales = to_device(w, STATIC, w->f.scales, sizeof(w->f.scales));
 	a->batch = upload_batch(w);
 	a->layer = layer;
 	a->nr_q_heads = w->heads;
@@ -305,11 +306,29 @@ KVT_TEST_T(odd_shapes_match_the_reference, 120)
 		}
 }
 
+KVT_TEST_T(fp8_pages_match_the_reference, 120)
+{
+	static const u32 shapes[][2] = {{12, 1}, {96, 8}, {8, 2}, {5, 5}};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(shapes); i++)
+		for (u32 k = 0; k < 4; k++) {
+			u32 hd = k % 2 ? 64 : 128;
+			u32 scales = k / 2 ? KV_SCALE_STATIC : KV_SCALE_TOKEN;
+			struct kv_layout l = kvt_layout_gqa(KV_DTYPE_E4M3, scales, 2,
+							    shapes[i][1], hd);
+
+			check(&l, shapes[i][0], lengths_mixed,
+			      i % 2 ? q_some : lengths_mixed, NR_MIXED);
+		}
+}
+
 KVT_TEST_T(long_prefixes_match_the_reference, 120)
 {
 	static const u32 lengths[] = {131072, 5000, 4097}, q[] = {20, 150, 33};
 	struct kv_layout l = bf16_layout(1, 1, 128);
 
+	check(&l, 12, lengths, q, 3);
+	l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 1, 128);
 	check(&l, 12, lengths, q, 3);
 }
 
@@ -327,15 +346,14 @@ KVT_TEST_T(many_requests_match_the_reference, 60)
 }
 
 /* The same tokens in chunks: the bits of one go. */
-KVT_TEST_T(chunking_changes_no_bit, 60)
+static void check_chunks(const struct kv_layout *l)
 {
 	static const u32 length = 1100, chunks[] = {1, 37, 128, 200, 64, 300, 250, 120};
-	struct kv_layout l = bf16_layout(1, 2, 128);
 	struct world w;
 	u16 *whole;
 	u32 done = 0;
 
-	world_init(&w, &l, 8, &length, &length, 1);
+	world_init(&w, l, 8, &length, &length, 1);
 	run_device(&w);
 	whole = malloc(w.nr_out * sizeof(u16));
 	memcpy(whole, w.out16, w.nr_out * sizeof(u16));
@@ -355,13 +373,21 @@ KVT_TEST_T(chunking_changes_no_bit, 60)
 	world_fini(&w);
 }
 
-KVT_TEST_T(prefill_reruns_are_bit_equal, 60)
+KVT_TEST_T(chunking_changes_no_bit, 60)
 {
-	struct kv_layout l = bf16_layout(2, 8, 128);
+	struct kv_layout l = bf16_layout(1, 2, 128);
+
+	check_chunks(&l);
+	l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 2, 128);
+	check_chunks(&l);
+}
+
+static void check_reruns(const struct kv_layout *l)
+{
 	struct world w;
 	u16 *first;
 
-	world_init(&w, &l, 96, lengths_mixed, q_some, NR_MIXED);
+	world_init(&w, l, 96, lengths_mixed, q_some, NR_MIXED);
 	run_device(&w);
 	first = malloc(w.nr_out * sizeof(u16));
 	memcpy(first, w.out16, w.nr_out * sizeof(u16));
@@ -371,6 +397,15 @@ KVT_TEST_T(prefill_reruns_are_bit_equal, 60)
 	}
 	free(first);
 	world_fini(&w);
+}
+
+KVT_TEST_T(prefill_reruns_are_bit_equal, 60)
+{
+	struct kv_layout l = bf16_layout(2, 8, 128);
+
+	check_reruns(&l);
+	l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2, 8, 128);
+	check_reruns(&l);
 }
 
 /* Values of a request's tokens in the flat output. */
@@ -386,15 +421,17 @@ static void mark_failed(struct world *w, u32 bad)
 KVT_TEST_T(failed_prefill_gives_nan_and_disturbs_nobody, 60)
 {
 	static const u32 fails[] = {4, 0, 9, 5};
-	struct kv_layout l = bf16_layout(1, 2, 128);
+	struct kv_layout l[2] = {
+		bf16_layout(1, 2, 128),
+		kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 2, 128)};
 	struct world w;
 
-	for (u32 i = 0; i < KV_ARRAY_SIZE(fails); i++) {
-		u32 bad = fails[i];
+	for (u32 i = 0; i < 2 * KV_ARRAY_SIZE(fails); i++) {
+		u32 bad = fails[i / 2];
 
-		world_init(&w, &l, 8, lengths_mixed, q_some, NR_MIXED);
+		world_init(&w, &l[i % 2], 8, lengths_mixed, q_some, NR_MIXED);
 		run_host(&w);
-		if (i % 2) {
+		if (i / 2 % 2) {
 			w.f.verdicts[bad].bits = KV_BAD_GEN;
 			w.f.rows[w.f.batch.row_start[bad]].pfn = 0x7fffffff;
 		} else {
