@@ -252,6 +252,21 @@ KVC_API int kvc_seal(struct kvc_pool *pool, const struct kvc_seal *seal);
 KVC_API int kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr_tokens,
 		       uint32_t max_pages, struct kv_hit *ret_hits, uint32_t *ret_nr);
 
+/**
+ * kvc_prefetch() - bring pages of a sequence back from the tiers, and wait for them
+ * @tokens, @nr_tokens, @max_pages: as kvc_lookup()
+ * @ret_nr: pages of the run that a lookup would find now
+ *
+ * kvc_lookup() also starts to bring back what follows its hits, and does not wait: whoever looks
+ * up once when a request arrives and again when it is scheduled needs this call for nothing. It
+ * waits for about a second at most, so call it from a thread that runs no steps.
+ *
+ * Return: 0; KV_MISS (ret_nr = 0); KV_PENDING: more is on its way, or there is no room for it;
+ *	-EOPNOTSUPP: no tier is configured; -EINVAL; -ETIMEDOUT.
+ */
+KVC_API int kvc_prefetch(struct kvc_pool *pool, const uint32_t *tokens,
+			 uint32_t nr_tokens, uint32_t max_pages, uint32_t *ret_nr);
+
 /** kvc_pin() - one more reference to sealed pages the caller holds. Return: 0; KV_STALE: none
  * was pinned; -EINVAL; -ETIMEDOUT */
 KVC_API int kvc_pin(struct kvc_pool *pool, const struct kv_grant *pages, uint32_t nr);

@@ -57,6 +57,7 @@ void kvd_config_defaults(struct kvd_config *config)
 	config->check = KV_CHECK_BATCH;
 	config->stall_ms = 1000;
 	config->on_stall = KVD_STALL_WARN;
+	cfg_tiers_defaults(config);
 }
 
 void kvd_config_single(struct kvd_config *config, uid_t uid)
@@ -68,6 +69,7 @@ void kvd_config_single(struct kvd_config *config, uid_t uid)
 	config->nr_tenants = 1;
 	strcpy(config->domains[0].name, "default");
 	strcpy(t->name, "default");
+	cfg_tiers_tenant_defaults(t);
 	t->nr_uids = 1;
 	t->uids[0] = uid;
 	t->nr_gpus = 1;

@@ -23,6 +23,7 @@
 #define KVD_CONFIG_DOMAIN_TENANTS_MAX 32u
 #define KVD_CONFIG_IDS_MAX	      32u /* uids or gids of a tenant */
 #define KVD_CONFIG_GPUS_MAX	      16u
+#define KVD_CONFIG_TIERS	      2u
 #define KVD_CONFIG_ERROR_BYTES	      256u
 
 /* One line of a tenant's quota table. */
@@ -43,10 +44,28 @@ struct kvd_config_tenant {
 	uid_t uids[KVD_CONFIG_IDS_MAX];
 	gid_t gids[KVD_CONFIG_IDS_MAX];
 	struct kvd_config_gpu gpus[KVD_CONFIG_GPUS_MAX];
+	struct kvd_config_gpu tiers[KVD_CONFIG_TIERS]; /* dram, nvme */
 };
 
 struct kvd_config_domain {
 	char name[KV_NAME_BYTES];
+};
+
+/**
+ * struct kvd_config_tiers - below the pools (kvmd/tier)
+ * @dram_bytes: 0 = no tiers
+ * @nvme_path, @nvme_bytes: "" and 0 = no NVMe tier
+ * @nvme_depth: transfers under way
+ * @write_from: percent of DRAM in use from which pages are written to NVMe
+ * @read_ms: a page that the disk has not given by then is a miss
+ */
+struct kvd_config_tiers {
+	u64 dram_bytes;
+	char nvme_path[256];
+	u64 nvme_bytes;
+	u32 nvme_depth;
+	u32 write_from;
+	u32 read_ms;
 };
 
 enum kvd_on_stall { KVD_STALL_WARN, KVD_STALL_KILL };
@@ -58,6 +77,7 @@ enum kvd_on_stall { KVD_STALL_WARN, KVD_STALL_KILL };
  * @extent_bytes: extent size; 0 = chosen per layout
  * @idle_shrink_ms: a wholly free extent goes back to the system after that
  * @check: KV_CHECK_*
+ * @tiers: DRAM and NVMe
  * @stall_ms: a step older than this is reported
  */
 struct kvd_config {
@@ -70,12 +90,17 @@ struct kvd_config {
 	u32 check;
 	u32 stall_ms;
 	enum kvd_on_stall on_stall;
+	struct kvd_config_tiers tiers;
 	struct kvd_config_domain domains[KVD_CONFIG_DOMAINS_MAX];
 	struct kvd_config_tenant tenants[KVD_CONFIG_TENANTS_MAX];
 };
 
 /** kvd_config_defaults() - everything but tenants set to its default */
 void kvd_config_defaults(struct kvd_config *config);
+
+/** cfg_tiers_defaults(), cfg_tiers_tenant_defaults() - no tiers; no limits in them */
+void cfg_tiers_defaults(struct kvd_config *config);
+void cfg_tiers_tenant_defaults(struct kvd_config_tenant *tenant);
 
 /** kvd_config_single() - one domain and tenant "default" that @uid pays for */
 void kvd_config_single(struct kvd_config *config, uid_t uid);

@@ -168,7 +168,8 @@ static int parse_ids(struct cfg_parser *p, const cJSON *array, bool gids,
 
 static int parse_tenant(struct cfg_parser *p, const cJSON *object)
 {
-	static const char *const known[] = {"name", "uids", "gids", "gpus", NULL};
+	static const char *const known[] = {"name", "uids",  "gids",
+					    "gpus", "tiers", NULL};
 	struct kvd_config *c = p->config;
 	struct kvd_config_tenant *tenant = &c->tenants[c->nr_tenants];
 	const cJSON *item;
@@ -177,6 +178,7 @@ static int parse_tenant(struct cfg_parser *p, const cJSON *object)
 
 	memset(tenant, 0, sizeof(*tenant));
 	tenant->domain = KVD_CONFIG_DOMAINS_MAX;
+	cfg_tiers_tenant_defaults(tenant);
 	r = cfg_check_fields(p, object, known);
 	if (r)
 		return r;
@@ -196,9 +198,12 @@ static int parse_tenant(struct cfg_parser *p, const cJSON *object)
 		if (!strcmp(item->string, "name"))
 			continue;
 		json_path_push_key(&p->path, item->string);
-		r = !strcmp(item->string, "gpus")
-			    ? parse_gpus(p, item, tenant)
-			    : parse_ids(p, item, item->string[0] == 'g', tenant);
+		if (!strcmp(item->string, "gpus"))
+			r = parse_gpus(p, item, tenant);
+		else if (!strcmp(item->string, "tiers"))
+			r = cfg_parse_tenant_tiers(p, item, tenant);
+		else
+			r = parse_ids(p, item, item->string[0] == 'g', tenant);
 		if (r)
 			return r;
 		json_path_pop(&p->path);
@@ -404,6 +409,8 @@ static int parse_root_field(struct cfg_parser *p, const cJSON *item)
 		return parse_tenants(p, item);
 	if (!strcmp(item->string, "pool"))
 		return parse_pool(p, item);
+	if (!strcmp(item->string, "tiers"))
+		return cfg_parse_tiers(p, item);
 	if (!strcmp(item->string, "check"))
 		return cfg_get_choice(p, item, checks, 3, &c->check);
 	if (!strcmp(item->string, "stall_ms"))
@@ -446,9 +453,9 @@ static int check_sums(struct cfg_parser *p)
 
 static int parse_root(struct cfg_parser *p, const cJSON *root)
 {
-	static const char *const known[] = {"domains",	  "tenants",   "pool",
-					    "check",	  "stall_ms",  "on_stall",
-					    "host_bytes", "gpu_bytes", NULL};
+	static const char *const known[] = {
+		"domains",  "tenants",	  "pool",      "check", "stall_ms",
+		"on_stall", "host_bytes", "gpu_bytes", "tiers", NULL};
 	const cJSON *item;
 	int r;
 
@@ -476,7 +483,9 @@ static int parse_root(struct cfg_parser *p, const cJSON *root)
 		json_path_pop(&p->path);
 	}
 	r = lone_domains(p);
-	return r ? r : check_sums(p);
+	if (!r)
+		r = check_sums(p);
+	return r ? r : cfg_tiers_sums(p);
 }
 
 int kvd_config_parse(const char *text, size_t bytes, struct kvd_config *ret_config,

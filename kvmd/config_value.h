@@ -49,4 +49,10 @@ int cfg_get_name(struct cfg_parser *p, const cJSON *item, char *ret);
 int cfg_get_choice(struct cfg_parser *p, const cJSON *item, const char *const *names,
 		   u32 nr, u32 *ret);
 
+/* config_tiers.c: "tiers", a tenant's "tiers", and sums over both. Return: 0; -EINVAL */
+int cfg_parse_tiers(struct cfg_parser *p, const cJSON *object);
+int cfg_parse_tenant_tiers(struct cfg_parser *p, const cJSON *array,
+			   struct kvd_config_tenant *tenant);
+int cfg_tiers_sums(struct cfg_parser *p);
+
 #endif

@@ -271,7 +271,9 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	if (!r)
 		r = kvd_policy_apply(kvd, config, error, &deferred);
 	if (!r)
-		r = kvd_moving_open(kvd, 0, -1);
+		r = kvd_moving_open(kvd, config->tiers.dram_bytes, -1);
+	if (!r)
+		r = kvd_tiering_open(kvd, config, error);
 	if (r)
 		goto fini_core;
 	r = doors_open(kvd, error);
@@ -286,7 +288,9 @@ fini_core:
 	 * ends now, and the keeper has everything. */
 	if (kvd->kept.found)
 		goto free_config;
+	kvd_tiering_stop(kvd);
 	kvd_moving_close(kvd);
+	kvd_tiering_close(kvd);
 	kvd_core_fini(&kvd->core);
 	kvd_memory_close(kvd);
 	kvd_kept_stop(kvd, true);
@@ -338,6 +342,7 @@ static void tick(struct kvd *kvd)
 	kvd_conn_tick(kvd);
 	kvd_policy_sweep(kvd);
 	kvd_moving_tick(kvd);
+	kvd_tiering_tick(kvd);
 	kvd_kept_tick(kvd);
 	audit_tick(kvd);
 	if (!kvd->core.mm.draining_bytes)
@@ -356,7 +361,8 @@ static u64 next_deadline(struct kvd *kvd)
 	u64 deadline = KV_MIN(KV_MIN(kvd->tick_ns, kvd->core_next_ns),
 			      KV_MIN(kvd->proof.next_ns, kvd->moving.next_ns));
 
-	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns)
+	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns ||
+	    kvd->tiering.more)
 		return 0;
 	if (!kvd_serve_sleep(kvd))
 		return 0;
@@ -407,6 +413,7 @@ int kvd_turn(struct kvd *kvd)
 	kvd_proof_turn(kvd);
 	kvd_moving_turn(kvd);
 	kvd->core_next_ns = kvd_core_run(&kvd->core);
+	kvd_tiering_turn(kvd);
 	if (kvd->requests.nr_parked)
 		kvd_serve_parked(kvd);
 	if (kvd->now_ns >= kvd->tick_ns)
@@ -452,6 +459,15 @@ static int restart_needed(const struct kvd *kvd, const struct kvd_config *config
 		{"host_bytes", config->host_bytes, kvd->config.host_bytes},
 		{"gpu_bytes", config->gpu_bytes, kvd->config.gpu_bytes},
 		{"pool.extent", config->extent_bytes, kvd->config.extent_bytes},
+		{"tiers.dram.size", config->tiers.dram_bytes,
+		 kvd->config.tiers.dram_bytes},
+		{"tiers.nvme.size", config->tiers.nvme_bytes,
+		 kvd->config.tiers.nvme_bytes},
+		{"tiers.nvme.depth", config->tiers.nvme_depth,
+		 kvd->config.tiers.nvme_depth},
+		{"tiers.nvme.write_from", config->tiers.write_from,
+		 kvd->config.tiers.write_from},
+		{"tiers.nvme.read_ms", config->tiers.read_ms, kvd->config.tiers.read_ms},
 	};
 
 	for (size_t i = 0; i < KV_ARRAY_SIZE(fixed); i++) {
@@ -461,6 +477,13 @@ static int restart_needed(const struct kvd *kvd, const struct kvd_config *config
 			 "%s: %llu: in force is %llu, and changing it takes a restart",
 			 fixed[i].field, (unsigned long long)fixed[i].want,
 			 (unsigned long long)fixed[i].have);
+		return -EINVAL;
+	}
+	if (strcmp(config->tiers.nvme_path, kvd->config.tiers.nvme_path)) {
+		snprintf(error, KVD_CONFIG_ERROR_BYTES,
+			 "tiers.nvme.path: \"%.80s\": in force is \"%.80s\", and changing "
+			 "it takes a restart",
+			 config->tiers.nvme_path, kvd->config.tiers.nvme_path);
 		return -EINVAL;
 	}
 	return 0;
@@ -501,6 +524,7 @@ void kvd_fini(struct kvd *kvd)
 	struct kvd_conn *conn, *tmp;
 
 	if (kvd->upgrade) { /* the keeper has it all; exec closes the rest */
+		kvd_tiering_leave(kvd);
 		kvd_kept_stop(kvd, false);
 		return;
 	}
@@ -510,7 +534,9 @@ void kvd_fini(struct kvd *kvd)
 	kvd_admin_fini(kvd);
 	list_for_each_entry_safe (conn, tmp, &kvd->conns, node)
 		kvd_conn_end(conn, 0, "kvmd ends");
+	kvd_tiering_stop(kvd);
 	kvd_moving_close(kvd);
+	kvd_tiering_close(kvd);
 	/* Reaps what still had a step in flight: with the daemon its tables are over as
 	 * well. */
 	kvd_core_fini(&kvd->core);

@@ -22,6 +22,7 @@
 #include "kvmd/ipc/proof.h"
 #include "kvmd/ipc/request.h"
 #include "kvmd/ipc/state.h"
+#include "kvmd/ipc/tiering.h"
 #include "kvmd/memory.h"
 #include "kvmd/own/core.h"
 
@@ -85,6 +86,7 @@ struct kvd_options {
  * @memory: how @backend was chosen, and its start
  * @proof: of the end of dead processes' GPU work
  * @moving: the mover
+ * @tiering: the tiers below the pools
  * @core: page state
  * @loop: owner
  * @engine_listen, @admin_listen: sockets
@@ -119,6 +121,7 @@ struct kvd {
 	struct kvd_memory memory;
 	struct kvd_proof proof;
 	struct kvd_moving moving;
+	struct kvd_tiering tiering;
 	struct kvd_core core;
 	struct kvd_loop *loop;
 	struct kvd_listen engine_listen;

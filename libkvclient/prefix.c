@@ -147,6 +147,31 @@ int kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr_tokens
 	return r;
 }
 
+int kvc_prefetch(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr_tokens,
+		 uint32_t max_pages, uint32_t *ret_nr)
+{
+	struct lookup l = {.tokens = tokens};
+	struct kvc_req req = {
+		.opcode = KV_OP_PREFETCH, .pool = pool, .fill = fill_lookup, .src = &l};
+	int r;
+
+	if (kvc_poisoned(pool->c))
+		return kvc_fail(-EOWNERDEAD, "the process forked");
+	if (nr_tokens > KV_LOOKUP_MAX)
+		return kvc_fail(-EINVAL, "nr_tokens=%u: at most %u", nr_tokens,
+				KV_LOOKUP_MAX);
+	l.max_pages = KV_MIN(max_pages, nr_tokens / pool->layout.page_tokens);
+	*ret_nr = 0;
+	if (!l.max_pages)
+		return KV_MISS;
+	req.nr = l.max_pages * pool->layout.page_tokens;
+	req.arg_bytes = (u32)(sizeof(struct kv_lookup_arg) + req.nr * sizeof(u32));
+	r = kvc_call(pool->c, &req, kvc_deadline(pool->c));
+	if (r >= 0)
+		*ret_nr = req.ret_nr;
+	return r;
+}
+
 int kvc_pin(struct kvc_pool *pool, const struct kv_grant *pages, uint32_t nr)
 {
 	struct kvc_req req = {.opcode = KV_OP_PIN,

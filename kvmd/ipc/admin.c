@@ -56,6 +56,7 @@ static const struct {
 	{"revoke", kvd_admin_revoke},
 	{"pressure", kvd_admin_pressure},
 	{"pagemap", kvd_admin_pagemap},
+	{"tier", kvd_admin_tier},
 };
 
 /* ------------------------------------------------------------------ helpers */

@@ -79,10 +79,21 @@ static u32 pool_evict(struct kvd_pool *pool, int tenant, bool dry_run)
 	return nr;
 }
 
+/* An operator's eviction means the page, not one copy of it. */
+static void forget_stored(struct kvd *kvd, const struct kvd_pool *pool, u32 pfn)
+{
+	const struct kvd_frame *f = &pool->frames[pfn];
+	struct kvd_slot_name name = {f->key, pool->fingerprint, pool->domain_id};
+
+	if (kvd->tiering.tiers)
+		kvd_tier_drop_page(kvd->tiering.tiers, &name);
+}
+
 static int evict_page(struct kvd_admin_call *call, struct kvd_pool *pool, bool dry_run)
 {
 	bool revoke = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(call->in, "revoke"));
 	u32 pfn = 0, state;
+	bool indexed;
 	int r;
 
 	r = kvd_admin_get_u32(call, "pfn", &pfn);
@@ -92,6 +103,7 @@ static int evict_page(struct kvd_admin_call *call, struct kvd_pool *pool, bool d
 		return kvd_admin_fail(call, -ENOENT, "pfn %u: pool %u has %u pages", pfn,
 				      pool->id, pool->geo.nr_pages);
 	state = pool->frames[pfn].state;
+	indexed = pool->frames[pfn].flags & KVD_FRAME_INDEXED;
 	if (state == KVD_CACHED && (pool->frames[pfn].flags & KVD_FRAME_HELD) && !revoke)
 		return kvd_admin_fail(call, KV_BUSY,
 				      "pfn %u is pinned: unpin it, or --revoke", pfn);
@@ -110,6 +122,8 @@ static int evict_page(struct kvd_admin_call *call, struct kvd_pool *pool, bool d
 				? ": held; --revoke takes it from its holders"
 				: "");
 	}
+	if (indexed && !dry_run)
+		forget_stored(call->kvd, pool, pfn);
 	cJSON_AddNumberToObject(call->out, "evicted", 1);
 	cJSON_AddNumberToObject(call->out, "unindexed", 0);
 	return 0;
@@ -118,12 +132,18 @@ static int evict_page(struct kvd_admin_call *call, struct kvd_pool *pool, bool d
 static int evict_domain(struct kvd_admin_call *call, const char *name, bool dry_run)
 {
 	struct kvd_domain *domain = kvd_domain_find(&call->kvd->core, name);
+	struct kvd_tiers *tiers = call->kvd->tiering.tiers;
 	struct kvd_evicted done;
+	u32 stored;
 
 	if (!domain)
 		return kvd_admin_fail(call, -ENOENT, "domain \"%s\": no such domain",
 				      name);
 	kvd_domain_evict(&call->kvd->core, domain, dry_run, &done);
+	stored = tiers && dry_run ? kvd_tier_count_domain(tiers, domain->id)
+		 : tiers	  ? kvd_tier_drop_domain(tiers, domain->id)
+				  : 0;
+	cJSON_AddNumberToObject(call->out, "stored", stored);
 	cJSON_AddNumberToObject(call->out, "evicted", done.cached);
 	cJSON_AddNumberToObject(call->out, "unindexed", done.unindexed);
 	return 0;

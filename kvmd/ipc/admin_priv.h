@@ -45,6 +45,9 @@ void kvd_admin_states(cJSON *object, const u32 *nr);
 /* admin_status.c */
 int kvd_admin_status(struct kvd_admin_call *call);
 
+/* admin_tier.c */
+int kvd_admin_tier(struct kvd_admin_call *call);
+
 /* admin_show.c: read only */
 int kvd_admin_ps(struct kvd_admin_call *call);
 int kvd_admin_pages(struct kvd_admin_call *call);

@@ -158,6 +158,11 @@ static void reasons_mover(struct kvd *kvd, cJSON *reasons)
 		       "freed, and every page is lost with kvmd or its mover");
 }
 
+static void tier_reason(void *arg, const char *code, const char *text)
+{
+	reason(arg, code, "%s", text);
+}
+
 static void reasons_all(struct kvd *kvd, cJSON *reasons)
 {
 	const struct kvd_incident *last;
@@ -175,6 +180,7 @@ static void reasons_all(struct kvd *kvd, cJSON *reasons)
 		reason(reasons, "FAULTS_ARMED", "--faults %s", kvd->opt.faults);
 	reasons_gpu(kvd, reasons);
 	reasons_mover(kvd, reasons);
+	kvd_tiering_reasons(kvd, tier_reason, reasons);
 	if (kvd->kept.image && kvd->kept.keep.fd < 0)
 		reason(reasons, "NO_KEEPER",
 		       "the keeper is gone and cannot be replaced: a kill -9 loses "
@@ -288,6 +294,7 @@ int kvd_admin_status(struct kvd_admin_call *call)
 	cJSON_AddStringToObject(out, "backend_why", kvd->memory.why);
 	add_gpu(kvd, out);
 	kvd_moving_status(kvd, out);
+	kvd_tiering_status(kvd, out);
 	cJSON_AddStringToObject(out, "loop", kvd_loop_engine(kvd->loop));
 	cJSON_AddStringToObject(out, "check", checks[kvd->config.check]);
 	cJSON_AddBoolToObject(out, "spin", kvd->spins);

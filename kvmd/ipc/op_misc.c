@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ipc/op_misc.c - NOP, REPORT, STAT, UNMAPPED, PREFETCH. */
+/* ipc/op_misc.c - NOP, REPORT, STAT, UNMAPPED. */
 #include <cjson/cJSON.h>
 #include <errno.h>
 
@@ -62,10 +62,4 @@ int kvd_op_unmapped(struct kvd_request *req)
 	if (kvd_out_has_extent(&req->conn->out, req->sqe.pool_id, ref->index))
 		return -ENOENT; /* it was not given yet */
 	return kvd_session_unmapped(req->conn->session, req->sqe.pool_id, ref);
-}
-
-/* Restoring needs a tier below the pool; there is none yet. */
-int kvd_op_prefetch(struct kvd_request *req)
-{
-	return -EOPNOTSUPP;
 }

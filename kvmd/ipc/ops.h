@@ -30,5 +30,6 @@ int kvd_op_report(struct kvd_request *req);
 int kvd_op_stat(struct kvd_request *req);
 int kvd_op_unmapped(struct kvd_request *req);
 int kvd_op_prefetch(struct kvd_request *req);
+int kvd_op_prefetch_again(struct kvd_request *req);
 
 #endif

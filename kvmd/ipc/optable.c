@@ -119,6 +119,7 @@ static const struct kvd_op optable[KV_OP_NR] = {
 			.arg_fixed = sizeof(struct kv_lookup_arg),
 			.arg_each = sizeof(u32),
 			.start = kvd_op_prefetch,
+			.step = kvd_op_prefetch_again,
 		},
 };
 

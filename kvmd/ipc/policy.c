@@ -211,6 +211,7 @@ int kvd_policy_apply(struct kvd *kvd, const struct kvd_config *config, char *err
 	}
 	kvd->config = *config;
 	kvd->config_revision++;
+	kvd_tiering_limits(kvd);
 	kvd_policy_sweep(kvd);
 	return 0;
 }

@@ -239,6 +239,10 @@ u32 kvd_serve_hashing(struct kvd *kvd)
 	if (r == KVD_REQUEST_AGAIN) {
 		list_del(&req->node);
 		list_add_tail(&rs->hashing, &req->node);
+	} else if (r == KVD_REQUEST_PARK) {
+		conn->nr_requests--;
+		request_dispatch(req, r);
+		kvd_conn_awake(conn);
 	} else {
 		conn->nr_requests--;
 		request_finish(req, r);
@@ -270,7 +274,7 @@ void kvd_serve_parked(struct kvd *kvd)
 			r = KV_PENDING; /* ret_nr: how many are still on their way */
 		}
 		unpark(req);
-		request_finish(req, r);
+		request_dispatch(req, r);
 		kvd_serve_publish(conn);
 	}
 	kvd->pages_freed = false;

@@ -39,6 +39,8 @@ struct kvd_op;
  * @rets: results; @ret_bytes of them go to the client when the result is 0
  * @ret_nr, @ret_a: for the completion
  * @started_ns, @deadline_ns: time; deadline of a parked one
+ * @wait_serial, @give_up_ns, @rounds: PREFETCH: restores waited for (0: none), how long, and
+ *	how often without progress
  * @seal, @lookup: progress
  */
 struct kvd_request {
@@ -53,6 +55,9 @@ struct kvd_request {
 	u64 ret_a;
 	u64 started_ns;
 	u64 deadline_ns;
+	u64 wait_serial;
+	u64 give_up_ns;
+	u32 rounds;
 	union {
 		struct kvd_seal_op seal;
 		struct kvd_lookup_op lookup;

@@ -217,8 +217,8 @@ static u32 state_of(struct work *w, struct kvd_frame *f)
 	case KVD_FREE:
 	case KVD_POISONED:
 		return f->state;
-	default: /* SPILLING, RESTORING: until the copier is proven to be gone */
-		return KV_MUTANT(copier_not_awaited) ? KVD_QUARANTINE : f->state;
+	default: /* SPILLING, RESTORING: the copier's end is awaited: kvd_grace.held */
+		return KVD_QUARANTINE;
 	}
 }
 
@@ -297,8 +297,6 @@ static void page_list(struct work *w, u32 pfn)
 	if (f->state == KVD_POISONED)
 		return;
 	t->account.used_bytes += pool->geo.stride_bytes;
-	if (f->state == KVD_SPILLING)
-		t->account.quarantine_bytes += pool->geo.stride_bytes;
 	if (f->state == KVD_QUARANTINE) {
 		t->account.quarantine_bytes += pool->geo.stride_bytes;
 		kvd_grace_add(&pool->quarantine, pfn);

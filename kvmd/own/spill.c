@@ -109,25 +109,3 @@ int kvd_restore_end(struct kvd_pool *pool, u32 pfn, const struct kvd_restored *r
 	kvd_table_publish(&pool->table);
 	return 0;
 }
-
-u32 kvd_spill_orphans(struct kvd_core *core)
-{
-	u32 nr = 0;
-
-	for (u32 p = 0; p < KVD_POOLS_MAX; p++) {
-		struct kvd_pool *pool = core->mm.pools[p];
-
-		if (!pool || (!pool->nr[KVD_SPILLING] && !pool->nr[KVD_RESTORING]))
-			continue;
-		for (u32 pfn = 0; pfn < pool->geo.nr_pages; pfn++) {
-			if (pool->frames[pfn].state == KVD_SPILLING)
-				kvd_spill_end(pool, pfn);
-			else if (pool->frames[pfn].state == KVD_RESTORING)
-				kvd_restore_fail(pool, pfn);
-			else
-				continue;
-			nr++;
-		}
-	}
-	return nr;
-}

@@ -17,7 +17,6 @@
 
 #include "kvmd/mm/pool.h"
 
-struct kvd_core;
 struct kvd_tenant;
 
 /** Owner of a restored page: no session, so that whoever gets the frame later zeroes it. */
@@ -85,12 +84,5 @@ int kvd_restore_end(struct kvd_pool *pool, u32 pfn, const struct kvd_restored *r
 
 /** kvd_restore_fail() - RESTORING -> QUARANTINE */
 void kvd_restore_fail(struct kvd_pool *pool, u32 pfn);
-
-/**
- * kvd_spill_orphans() - SPILLING and RESTORING pages of an earlier kvmd go
- *
- * Call it when the earlier copier is proven to be gone (P8). Return: pages.
- */
-u32 kvd_spill_orphans(struct kvd_core *core);
 
 #endif

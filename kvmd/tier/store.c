@@ -188,27 +188,39 @@ static int pages_open(struct kvd_store *st)
 	return st->fd < 0 ? -errno : 0;
 }
 
-static int pages_size(struct kvd_store *st, char *error)
+static int size_fail(const struct kvd_store *st, const struct statvfs *fs, int r,
+		     char *error)
 {
-	struct statvfs fs;
-	int r;
-
-	do {
-		r = fallocate(st->fd, 0, 0, (off_t)st->space.size_bytes) ? -errno : 0;
-	} while (r == -EINTR);
-	if (r == -EOPNOTSUPP)
-		r = 0;
-	if (!r && ftruncate(st->fd, (off_t)st->space.size_bytes))
-		r = -errno;
-	if (!r)
-		return 0;
-	if (fstatvfs(st->fd, &fs))
-		memset(&fs, 0, sizeof(fs));
 	snprintf(error, KVD_STORE_ERROR,
 		 "tiers.nvme.size: %llu: \"%s/pages\": %s (%llu bytes are free there)",
 		 (unsigned long long)st->p.size_bytes, st->p.path, strerror(-r),
-		 (unsigned long long)fs.f_bavail * fs.f_frsize);
+		 (unsigned long long)fs->f_bavail * fs->f_frsize);
 	return r;
+}
+
+/* All of it or nothing: an attempt that fills the disk and fails would hurt others. */
+static int pages_size(struct kvd_store *st, const struct stat *have, char *error)
+{
+	u64 want = st->space.size_bytes, held = (u64)have->st_blocks * 512;
+	struct statvfs fs;
+	int r;
+
+	if (fstatvfs(st->fd, &fs))
+		memset(&fs, 0, sizeof(fs));
+	if (want > held && fs.f_frsize && want - held > (u64)fs.f_bavail * fs.f_frsize)
+		return size_fail(st, &fs, -ENOSPC, error);
+	do {
+		r = fallocate(st->fd, 0, 0, (off_t)want) ? -errno : 0;
+	} while (r == -EINTR);
+	if (r == -EOPNOTSUPP)
+		r = 0;
+	if (!r && ftruncate(st->fd, (off_t)want))
+		r = -errno;
+	if (!r)
+		return 0;
+	if (ftruncate(st->fd, have->st_size))
+		r = -errno;
+	return size_fail(st, &fs, r, error);
 }
 
 static int pages_take(struct kvd_store *st, struct stat *ret_stat, char *error)
@@ -232,7 +244,7 @@ static int pages_take(struct kvd_store *st, struct stat *ret_stat, char *error)
 			(u32)ret_stat->st_nlink);
 		return -EPERM;
 	}
-	return pages_size(st, error);
+	return pages_size(st, ret_stat, error);
 }
 
 static int journal_take(struct kvd_store *st, const struct stat *s, char *error)

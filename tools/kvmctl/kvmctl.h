@@ -176,7 +176,10 @@ int ctl_show(struct ctl *ctl, cJSON *request, const char *name,
 /** ctl_filter() - --pool, --limit and --state into a request */
 void ctl_filter(struct ctl *ctl, cJSON *request);
 
-/* Verbs: show.c, memory.c, steer.c, act.c, plan.c, doctor.c */
+/** ctl_tier_lines() - tiers in `status`; nothing where there are none */
+void ctl_tier_lines(struct ctl *ctl, const cJSON *tiers);
+
+/* Verbs: show.c, memory.c, tier.c, steer.c, act.c, plan.c, doctor.c */
 int ctl_status(struct ctl *ctl);
 int ctl_ps(struct ctl *ctl);
 int ctl_pages(struct ctl *ctl);
@@ -191,6 +194,7 @@ int ctl_slabinfo(struct ctl *ctl);
 int ctl_vmstat(struct ctl *ctl);
 int ctl_pressure(struct ctl *ctl);
 int ctl_pagemap(struct ctl *ctl);
+int ctl_tier(struct ctl *ctl);
 int ctl_audit(struct ctl *ctl);
 int ctl_evict(struct ctl *ctl);
 int ctl_pin(struct ctl *ctl);

@@ -52,6 +52,8 @@ static const struct ctl_verb verbs[] = {
 	 ctl_pressure},
 	{"pagemap", NULL, "[--pool ID]", "a pool's pages, one letter each", 0, 0,
 	 ctl_pagemap},
+	{"tier", "tiers", "", "DRAM and NVMe below the pools: use, budgets, counters", 0,
+	 0, ctl_tier},
 	{"reload", NULL, "", "read the configuration again", 0, 0, ctl_reload},
 	{"upgrade", NULL, "", "start the installed kvmd in place of the running one", 0,
 	 0, ctl_upgrade},

@@ -124,6 +124,7 @@ static int status_text(struct ctl *ctl, const cJSON *reply)
 	       ctl_size(ctl, ctl_num(mem, "capacity_bytes"), b, sizeof(b)),
 	       ctl_str(reply, "backend_why"));
 	pages_line(cJSON_GetObjectItemCaseSensitive(mem, "pages"));
+	ctl_tier_lines(ctl, cJSON_GetObjectItemCaseSensitive(reply, "tiers"));
 	printf("clients    %.0f sessions, %.0f tenants, %.0f pools\n",
 	       ctl_num(reply, "sessions"), ctl_num(reply, "tenants"),
 	       ctl_num(mem, "pools"));

@@ -250,6 +250,7 @@ static struct kvd_workers *workers;
 static u8 *pool;
 static int pool_fd;
 static u8 mark = 1;
+static u64 nvme_bytes = 8 << 20;
 
 static void describe(void *arg, u16 tenant, struct kvd_ident *ret)
 {
@@ -269,7 +270,7 @@ static bool identify(void *arg, const struct kvd_ident *ident, u32 *ret_domain,
 static int store_try(bool threads, char *error, struct kvd_store **ret)
 {
 	struct kvd_store_params p = {.path = scratch("nvme"),
-				     .size_bytes = 8 << 20,
+				     .size_bytes = nvme_bytes,
 				     .depth = 32,
 				     .pool_bytes = POOL_BYTES,
 				     .force_threads = threads,
@@ -562,6 +563,22 @@ KVT_TEST(unsafe_files_are_refused_by_name)
 	KVT_EXPECT(!symlink(scratch("other"), scratch("nvme")));
 	KVT_EXPECT_EQ(store_try(false, error, &st), -ELOOP);
 	KVT_EXPECT_HAS(error, "symbolic link");
+}
+
+/* A size that the disk has no room for is refused before a block of it is taken. */
+KVT_TEST(size_beyond_the_disk_takes_nothing)
+{
+	char error[KVD_STORE_ERROR];
+	struct kvd_store *st;
+	struct stat s;
+
+	kvd_store_close(store_open(false), true);
+	nvme_bytes = 8ull << 40;
+	KVT_EXPECT_EQ(store_try(false, error, &st), -ENOSPC);
+	KVT_EXPECT_HAS(error, "tiers.nvme.size: 8796093022208");
+	KVT_EXPECT_HAS(error, "bytes are free there");
+	KVT_EXPECT(!stat(scratch("nvme/pages"), &s) && s.st_size == 8 << 20);
+	KVT_EXPECT(s.st_blocks * 512 < 10 << 20);
 }
 
 KVT_TEST(two_daemons_do_not_share_a_store)
