@@ -424,11 +424,14 @@ int kvd_turn(struct kvd *kvd)
 
 static void say_ready(struct kvd *kvd)
 {
+	u64 mib = kvd->core.mm.limits.capacity_bytes >> 20;
+	char size[32] = "the driver starts"; /* its size follows in a line of its own */
 	ssize_t n;
 
-	kvd_info("main", "serving %s, %s backend (%s), %llu MiB, loop: %s",
-		 kvd->opt.socket_path, kvd->backend->ops->name, kvd->memory.why,
-		 (unsigned long long)(kvd->core.mm.limits.capacity_bytes >> 20),
+	if (mib)
+		snprintf(size, sizeof(size), "%llu MiB", (unsigned long long)mib);
+	kvd_info("main", "serving %s, %s backend (%s), %s, loop: %s",
+		 kvd->opt.socket_path, kvd->backend->ops->name, kvd->memory.why, size,
 		 kvd_loop_engine(kvd->loop));
 	if (kvd->opt.ready_fd < 0)
 		return;
