@@ -207,8 +207,9 @@ static bool probe_vmm(struct doctor *doc, const struct kv_cuda_syms *cu,
 		      const struct device *d)
 {
 	static const char todo[] =
-		"try --backend host; look for a container that withholds /dev/nvidia-caps "
-		"or filters descriptors";
+		"look for a container that withholds /dev/nvidia-caps or filters "
+		"descriptors; else --backend cuda-legacy (one domain, needs the legacy probe "
+		"below) or --backend host";
 	struct doc_answer a;
 	int fd = -1;
 
