@@ -50,6 +50,8 @@
  * @force_epoll: do not use io_uring
  * @ready_fd: gets "ready\n" when serving; -1 none
  * @keeper: keep state in a keeper; @keeper_die_with: pid it ends with, 0 none
+ * @as_root: it serves the host and has not given up root
+ * @seccomp_error: why system calls are not filtered; 0: they are
  * @mover_program: started as the mover; NULL: this program
  * @faults: fault points to arm; NULL none, and the admin socket may not arm any
  */
@@ -73,6 +75,8 @@ struct kvd_options {
 	bool keeper;
 	int keeper_die_with;
 	const char *faults;
+	bool as_root;
+	int seccomp_error;
 	const char *mover_program;
 };
 

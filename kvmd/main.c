@@ -17,6 +17,7 @@
 
 #include "kvmd/daemon.h"
 #include "kvmd/dbg/log.h"
+#include "kvmd/harden.h"
 #include "kvmd/mover/wire.h"
 
 #define EXIT_USAGE 2
@@ -32,6 +33,8 @@ static const char usage_text[] =
 	"      --state-dir DIR      counters that survive a restart [/var/lib/kvmd]\n"
 	"      --keeper             state outlives kill -9: in a keeper process [on]\n"
 	"      --no-keeper          it does not [with --private]\n"
+	"      --user NAME          become this user before anything is opened; root without it\n"
+	"                           keeps root, and status says so\n"
 	"      --private DIR        all of it in DIR, for the caller's uid only\n"
 	"      --backend NAME       auto, host, cuda or cuda-legacy: where page memory comes\n"
 	"                           from; auto takes the GPU if there is one and host memory\n"
@@ -75,6 +78,7 @@ enum opt_id {
 	OPT_FOREGROUND,
 	OPT_KEEPER,
 	OPT_NO_KEEPER,
+	OPT_USER,
 	OPT_VERSION,
 };
 
@@ -99,6 +103,7 @@ static const struct option long_options[] = {
 	{"foreground", no_argument, NULL, OPT_FOREGROUND},
 	{"keeper", no_argument, NULL, OPT_KEEPER},
 	{"no-keeper", no_argument, NULL, OPT_NO_KEEPER},
+	{"user", required_argument, NULL, OPT_USER},
 	{"verbose", no_argument, NULL, 'v'},
 	{"version", no_argument, NULL, OPT_VERSION},
 	{"help", no_argument, NULL, 'h'},
@@ -111,6 +116,7 @@ struct cmdline {
 	struct kvd_options opt;
 	const char *private_dir;
 	const char *explicit_path; /* an option that --private excludes */
+	const char *user;
 	bool die_with_parent;
 	bool verbose;
 	int keeper; /* -1: as --private says */
@@ -210,6 +216,11 @@ static int set_value(struct cmdline *cmd, int id, const char *value)
 		cmd->explicit_path = "--state-dir";
 		return set_path(opt->state_dir, sizeof(opt->state_dir), "--state-dir",
 				value);
+	case OPT_USER:
+		if (!*value)
+			return bad("--user", "\"\"", "must not be empty");
+		cmd->user = value;
+		return 0;
 	case OPT_PRIVATE:
 		cmd->private_dir = value;
 		return 0;
@@ -347,6 +358,31 @@ static void raise_nofile(void)
 		kvd_warn("main", "nofile: %s", strerror(errno));
 }
 
+/* What is given up for good. Return: 0; -EINVAL, said on stderr */
+static int harden(struct cmdline *cmd)
+{
+	const struct kvd_harden_paths paths = {
+		.state_dir = cmd->opt.state_dir,
+		.socket_path = cmd->opt.socket_path,
+		.admin_path = cmd->opt.admin_path,
+	};
+	char error[KVD_CONFIG_ERROR_BYTES];
+
+	if (cmd->private_dir && cmd->user)
+		return bad("--user", cmd->user, "--private is for the caller's uid");
+	if (!cmd->private_dir)
+		kvd_harden_environment();
+	raise_nofile();
+	if (cmd->user && kvd_harden_user(cmd->user, &paths, error, sizeof(error))) {
+		fprintf(stderr, "kvmd: %s\n", error);
+		return -EINVAL;
+	}
+	cmd->opt.as_root = !cmd->private_dir && !geteuid() &&
+			   !strncmp(cmd->opt.socket_path, "/run/", 5);
+	cmd->opt.seccomp_error = kvd_harden_seccomp();
+	return 0;
+}
+
 int main(int argc, char **argv)
 {
 	static struct kvd kvd;
@@ -386,7 +422,8 @@ int main(int argc, char **argv)
 	upgrade_path[n > 0 ? n : 0] = 0;
 	cmd.opt.keeper = cmd.keeper < 0 ? !cmd.private_dir : cmd.keeper;
 	cmd.opt.keeper_die_with = cmd.die_with_parent ? parent : 0;
-	raise_nofile();
+	if (harden(&cmd))
+		return 1;
 	r = kvd_init(&kvd, &cmd.opt, error);
 	if (r) {
 		fprintf(stderr, "kvmd: %s\n", error);

@@ -173,6 +173,12 @@ static void reasons_all(struct kvd *kvd, cJSON *reasons)
 		       "check=off: a stale page would be read without notice");
 	if (!kvd_loop_is_uring(kvd->loop))
 		reason(reasons, "LOOP_EPOLL", "%s", kvd_loop_engine(kvd->loop));
+	if (kvd->opt.as_root)
+		reason(reasons, "RUNS_AS_ROOT",
+		       "started as root without --user: give it a user of its own");
+	if (kvd->opt.seccomp_error)
+		reason(reasons, "NO_SECCOMP", "system calls are not filtered: %s",
+		       strerror(-kvd->opt.seccomp_error));
 	if (kvd->opt.test_layouts)
 		reason(reasons, "TEST_LAYOUTS",
 		       "--test-layouts: float32 pages are allowed");
