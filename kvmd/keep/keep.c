@@ -15,6 +15,7 @@
 
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
+#include "kvmd/keep/talk.h"
 
 #define ANSWER_S 2 /* a keeper that is silent for so long counts as dead */
 
@@ -134,73 +135,21 @@ void kvd_keep_close(struct kvd_keep *k, bool quit)
 
 /* ----------------------------------------------------------------------- messages */
 
-static int say(int conn, const struct kvd_keep_msg *m, int fd)
-{
-	union {
-		struct cmsghdr align;
-		char bytes[CMSG_SPACE(sizeof(int))];
-	} control;
-	struct iovec iov = {.iov_base = (void *)(uintptr_t)m, .iov_len = sizeof(*m)};
-	struct msghdr mh = {.msg_iov = &iov, .msg_iovlen = 1};
-	struct cmsghdr *cm;
-
-	if (fd >= 0) {
-		memset(&control, 0, sizeof(control));
-		mh.msg_control = &control;
-		mh.msg_controllen = sizeof(control.bytes);
-		cm = CMSG_FIRSTHDR(&mh);
-		cm->cmsg_level = SOL_SOCKET;
-		cm->cmsg_type = SCM_RIGHTS;
-		cm->cmsg_len = CMSG_LEN(sizeof(int));
-		memcpy(CMSG_DATA(cm), &fd, sizeof(int));
-	}
-	return sendmsg(conn, &mh, MSG_NOSIGNAL) == (ssize_t)sizeof(*m) ? 0 : -EPIPE;
-}
-
-/* Return: 0; -EPIPE: whatever it is, it is not our keeper any more. */
-static int hear(int conn, struct kvd_keep_msg *m, int *ret_fd)
-{
-	union {
-		struct cmsghdr align;
-		char bytes[CMSG_SPACE(sizeof(int))];
-	} control;
-	struct iovec iov = {.iov_base = m, .iov_len = sizeof(*m)};
-	struct msghdr mh = {.msg_iov = &iov,
-			    .msg_iovlen = 1,
-			    .msg_control = &control,
-			    .msg_controllen = sizeof(control.bytes)};
-	struct cmsghdr *cm;
-	ssize_t n;
-
-	*ret_fd = -1;
-	do {
-		n = recvmsg(conn, &mh, MSG_CMSG_CLOEXEC);
-	} while (n < 0 && errno == EINTR);
-	cm = n < 0 ? NULL : CMSG_FIRSTHDR(&mh);
-	if (cm && cm->cmsg_level == SOL_SOCKET && cm->cmsg_type == SCM_RIGHTS)
-		memcpy(ret_fd, CMSG_DATA(cm), sizeof(int));
-	if (n == (ssize_t)sizeof(*m) && m->magic == KVD_KEEP_MAGIC &&
-	    !(mh.msg_flags & (MSG_TRUNC | MSG_CTRUNC)))
-		return 0;
-	if (*ret_fd >= 0)
-		close(*ret_fd);
-	*ret_fd = -1;
-	return -EPIPE;
-}
-
 int kvd_keep_put(struct kvd_keep *k, const struct kvd_keep_key *key, int fd)
 {
 	struct kvd_keep_msg m = {
 		.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_PUT, .key = *key};
-	int none, r;
+	int none = -1, r;
 
 	if (k->fd < 0)
 		return -EPIPE;
 	kvd_crash_point();
-	r = say(k->fd, &m, fd);
+	r = kvd_keep_say(k->fd, &m, fd);
 	kvd_crash_point();
 	if (!r)
-		r = hear(k->fd, &m, &none);
+		r = kvd_keep_hear(k->fd, &m, 0, &none);
+	if (none >= 0)
+		close(none);
 	if (r || m.op != KVD_KEEP_PUT)
 		return -EPIPE;
 	return m.result;
@@ -213,7 +162,7 @@ void kvd_keep_del(struct kvd_keep *k, const struct kvd_keep_key *key)
 
 	kvd_crash_point();
 	if (k->fd >= 0)
-		say(k->fd, &m, -1);
+		kvd_keep_say(k->fd, &m, -1);
 	kvd_crash_point();
 }
 
@@ -224,15 +173,18 @@ int kvd_keep_list(struct kvd_keep *k,
 	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_LIST};
 	int fd, r, nr = 0;
 
-	r = say(k->fd, &m, -1);
+	r = kvd_keep_say(k->fd, &m, -1);
 	while (!r) {
-		r = hear(k->fd, &m, &fd);
+		r = kvd_keep_hear(k->fd, &m, 0, &fd);
 		if (r)
 			break;
-		if (m.op == KVD_KEEP_END)
+		if (m.op == KVD_KEEP_END && fd < 0)
 			return m.result == nr ? nr : -EPIPE;
-		if (m.op != KVD_KEEP_ENTRY || fd < 0)
+		if (m.op != KVD_KEEP_ENTRY || fd < 0) {
+			if (fd >= 0)
+				close(fd);
 			return -EPIPE;
+		}
 		fn(arg, &m.key, fd);
 		nr++;
 	}

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "kvmd/keep/keep.h"
+#include "kvmd/keep/talk.h"
 
 struct entry {
 	struct kvd_keep_key key;
@@ -72,73 +73,18 @@ static void del(struct keeper *k, const struct kvd_keep_key *key)
 	*e = k->all[--k->nr];
 }
 
-static int say(int conn, const struct kvd_keep_msg *m, int fd)
-{
-	union {
-		struct cmsghdr align;
-		char bytes[CMSG_SPACE(sizeof(int))];
-	} control;
-	struct iovec iov = {.iov_base = (void *)(uintptr_t)m, .iov_len = sizeof(*m)};
-	struct msghdr mh = {.msg_iov = &iov, .msg_iovlen = 1};
-	struct cmsghdr *cm;
-
-	if (fd >= 0) {
-		memset(&control, 0, sizeof(control));
-		mh.msg_control = &control;
-		mh.msg_controllen = sizeof(control.bytes);
-		cm = CMSG_FIRSTHDR(&mh);
-		cm->cmsg_level = SOL_SOCKET;
-		cm->cmsg_type = SCM_RIGHTS;
-		cm->cmsg_len = CMSG_LEN(sizeof(int));
-		memcpy(CMSG_DATA(cm), &fd, sizeof(int));
-	}
-	return sendmsg(conn, &mh, MSG_NOSIGNAL) == (ssize_t)sizeof(*m) ? 0 : -EPIPE;
-}
-
-/* One message and at most one fd. Return: 0; -EAGAIN; -EPIPE the connection is over. */
-static int hear(int conn, struct kvd_keep_msg *m, int *ret_fd)
-{
-	union {
-		struct cmsghdr align;
-		char bytes[CMSG_SPACE(sizeof(int))];
-	} control;
-	struct iovec iov = {.iov_base = m, .iov_len = sizeof(*m)};
-	struct msghdr mh = {.msg_iov = &iov,
-			    .msg_iovlen = 1,
-			    .msg_control = &control,
-			    .msg_controllen = sizeof(control.bytes)};
-	struct cmsghdr *cm;
-	ssize_t n;
-
-	*ret_fd = -1;
-	n = recvmsg(conn, &mh, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-	if (n < 0)
-		return errno == EAGAIN || errno == EINTR ? -EAGAIN : -EPIPE;
-	cm = CMSG_FIRSTHDR(&mh);
-	if (cm && cm->cmsg_level == SOL_SOCKET && cm->cmsg_type == SCM_RIGHTS)
-		memcpy(ret_fd, CMSG_DATA(cm), sizeof(int));
-	if (n != (ssize_t)sizeof(*m) || m->magic != KVD_KEEP_MAGIC ||
-	    (mh.msg_flags & (MSG_TRUNC | MSG_CTRUNC))) {
-		if (*ret_fd >= 0)
-			close(*ret_fd);
-		*ret_fd = -1;
-		return -EPIPE;
-	}
-	return 0;
-}
-
 static int list(struct keeper *k)
 {
 	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_ENTRY};
 
 	for (u32 i = 0; i < k->nr; i++) {
 		m.key = k->all[i].key;
-		if (say(k->conn, &m, k->all[i].fd))
+		if (kvd_keep_say(k->conn, &m, k->all[i].fd))
 			return -EPIPE;
 	}
 	m.op = KVD_KEEP_END;
 	m.result = (s32)k->nr;
-	return say(k->conn, &m, -1);
+	return kvd_keep_say(k->conn, &m, -1);
 }
 
 /* Return: 0; -EAGAIN nothing more is there; -EPIPE. @dead: the peer gets no answer. */
@@ -147,15 +93,19 @@ static int serve_one(struct keeper *k, bool dead)
 	struct kvd_keep_msg m;
 	int fd, r;
 
-	r = hear(k->conn, &m, &fd);
+	r = kvd_keep_hear(k->conn, &m, MSG_DONTWAIT, &fd);
 	if (r)
 		return r;
+	if (fd >= 0 && m.op != KVD_KEEP_PUT) {
+		close(fd);
+		return -EPIPE;
+	}
 	switch (m.op) {
 	case KVD_KEEP_PUT:
 		m.result = fd < 0 ? -EBADF : put(k, &m.key, fd);
 		if (m.result && fd >= 0)
 			close(fd);
-		return dead ? 0 : say(k->conn, &m, -1);
+		return dead ? 0 : kvd_keep_say(k->conn, &m, -1);
 	case KVD_KEEP_DEL:
 		del(k, &m.key);
 		return 0;
@@ -165,8 +115,6 @@ static int serve_one(struct keeper *k, bool dead)
 		k->quit = true;
 		return 0;
 	}
-	if (fd >= 0)
-		close(fd);
 	return -EPIPE;
 }
 

@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* keep/talk.c - see talk.h. */
+#include "kvmd/keep/talk.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "base/mutant.h"
+
+/* Padding lets one more in than there is room for: each that comes is looked at. */
+#define FDS_ROOM 3u
+
+int kvd_keep_say(int conn, const struct kvd_keep_msg *m, int fd)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(sizeof(int))];
+	} control;
+	struct iovec iov = {.iov_base = (void *)(uintptr_t)m, .iov_len = sizeof(*m)};
+	struct msghdr mh = {.msg_iov = &iov, .msg_iovlen = 1};
+	struct cmsghdr *cm;
+
+	if (fd >= 0) {
+		memset(&control, 0, sizeof(control));
+		mh.msg_control = &control;
+		mh.msg_controllen = sizeof(control.bytes);
+		cm = CMSG_FIRSTHDR(&mh);
+		cm->cmsg_level = SOL_SOCKET;
+		cm->cmsg_type = SCM_RIGHTS;
+		cm->cmsg_len = CMSG_LEN(sizeof(int));
+		memcpy(CMSG_DATA(cm), &fd, sizeof(int));
+	}
+	return sendmsg(conn, &mh, MSG_NOSIGNAL) == (ssize_t)sizeof(*m) ? 0 : -EPIPE;
+}
+
+/* Descriptors of a message, into @fds. Return: how many */
+static u32 fds_of(struct msghdr *mh, int *fds)
+{
+	struct cmsghdr *c;
+	u32 nr = 0;
+
+	for (c = CMSG_FIRSTHDR(mh); c; c = CMSG_NXTHDR(mh, c)) {
+		size_t n = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+
+		if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
+			continue;
+		for (size_t i = 0; i < n && nr < FDS_ROOM + 1; i++)
+			memcpy(&fds[nr++], CMSG_DATA(c) + i * sizeof(int), sizeof(int));
+	}
+	return nr;
+}
+
+int kvd_keep_hear(int conn, struct kvd_keep_msg *m, int flags, int *ret_fd)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(FDS_ROOM * sizeof(int))];
+	} control;
+	struct iovec iov = {.iov_base = m, .iov_len = sizeof(*m)};
+	struct msghdr mh = {.msg_iov = &iov,
+			    .msg_iovlen = 1,
+			    .msg_control = &control,
+			    .msg_controllen = sizeof(control.bytes)};
+	int fds[FDS_ROOM + 1];
+	ssize_t n;
+	u32 nr;
+
+	*ret_fd = -1;
+	do {
+		n = recvmsg(conn, &mh, flags | MSG_CMSG_CLOEXEC);
+	} while (n < 0 && errno == EINTR);
+	if (n < 0)
+		return errno == EAGAIN && (flags & MSG_DONTWAIT) ? -EAGAIN : -EPIPE;
+	nr = fds_of(&mh, fds);
+	if (n == (ssize_t)sizeof(*m) && m->magic == KVD_KEEP_MAGIC && nr <= 1 &&
+	    !(mh.msg_flags & (MSG_TRUNC | MSG_CTRUNC))) {
+		if (nr)
+			*ret_fd = fds[0];
+		return 0;
+	}
+	while (nr && !KV_MUTANT(keeper_fd_leak))
+		close(fds[--nr]);
+	return -EPIPE;
+}
