@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include "base/mutant.h"
 #include "kvmd/daemon.h"
 #include "kvmd/ipc/conn.h"
 #include "kvmd/ipc/ops.h"
@@ -151,7 +152,8 @@ static void prefetch_unpin(struct kvd_request *req)
 	struct kv_page_ref refs[UNPIN_CHUNK];
 	u32 done, first;
 
-	for (u32 at = 0; at < op->nr; at += UNPIN_CHUNK) {
+	for (u32 at = 0; at < op->nr && !KV_MUTANT(prefetch_keeps_pins);
+	     at += UNPIN_CHUNK) {
 		u32 nr = KV_MIN(op->nr - at, UNPIN_CHUNK);
 
 		for (u32 i = 0; i < nr; i++)

@@ -106,7 +106,7 @@ static u32 nr_workers(void)
 static int watches_add(struct kvd *kvd)
 {
 	struct kvd_tiering *tg = &kvd->tiering;
-	int fds[2], r = 0;
+	int fds[KVD_TIER_FDS], r = 0;
 
 	tg->nr_watches = kvd_tier_fds(tg->tiers, fds);
 	for (u32 i = 0; i < tg->nr_watches && !r; i++) {

@@ -32,7 +32,7 @@ struct kvd_tiering_job {
  */
 struct kvd_tiering {
 	struct kvd_tiers *tiers;
-	struct kvd_watch watches[2];
+	struct kvd_watch watches[KVD_TIER_FDS];
 	u32 nr_watches;
 	struct kvd_tiering_job jobs[KVD_TIER_BATCHES];
 	bool more;

@@ -66,9 +66,11 @@ int kvd_restore_begin(struct kvd_tenant *tenant, struct kvd_pool *pool, u32 *ret
 	f = &pool->frames[pfn];
 	kv_assert(f->state == KVD_FREE && f->refs == 0 && !kv_tag_live(f->tag));
 	kvd_frame_touch(pool, pfn);
-	f->owner = KVD_OWNER_TIER;
 	f->tenant = tenant->index;
-	f->flags = KVD_FRAME_FOREIGN;
+	if (!KV_MUTANT(restored_page_is_clean)) {
+		f->owner = KVD_OWNER_TIER;
+		f->flags = KVD_FRAME_FOREIGN;
+	}
 	kvd_frame_set(pool, pfn, KVD_RESTORING, KVD_EV_RESTORE, 0);
 	*ret_pfn = pfn;
 	return 0;

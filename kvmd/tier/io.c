@@ -18,6 +18,7 @@
 #define BUFFERS_MAX  1024u
 #define SECTOR_BYTES 4096u
 #define REAP_BATCH   64u
+#define THREADS	     8u
 
 struct kvd_io {
 	struct kvd_io_params p;
@@ -26,6 +27,7 @@ struct kvd_io {
 	char engine[128];
 	struct io_uring ring;
 	int event_fd;
+	struct kvd_workers *workers; /* the fallback's; else NULL */
 	u32 nr_pending;
 	u32 nr_unsent;
 };
@@ -200,7 +202,7 @@ int kvd_io_create(const struct kvd_io_params *p, struct kvd_io **ret)
 	struct kvd_io *io = calloc(1, sizeof(*io));
 	int r;
 
-	kv_assert(p->depth && p->depth <= KVD_IO_DEPTH_MAX && p->workers);
+	kv_assert(p->depth && p->depth <= KVD_IO_DEPTH_MAX);
 	if (!io)
 		return -ENOMEM;
 	io->p = *p;
@@ -209,6 +211,12 @@ int kvd_io_create(const struct kvd_io_params *p, struct kvd_io **ret)
 	if (r)
 		snprintf(io->engine, sizeof(io->engine), "threads (io_uring: %s)",
 			 p->force_threads ? "switched off" : strerror(-r));
+	if (r)
+		r = kvd_workers_create(KV_MIN(p->depth, THREADS), &io->workers);
+	if (r) {
+		free(io);
+		return r;
+	}
 	*ret = io;
 	return 0;
 }
@@ -222,6 +230,7 @@ void kvd_io_destroy(struct kvd_io *io)
 		io_uring_queue_exit(&io->ring);
 		close(io->event_fd);
 	}
+	kvd_workers_destroy(io->workers);
 	free(io);
 }
 
@@ -237,7 +246,7 @@ bool kvd_io_degraded(const struct kvd_io *io)
 
 int kvd_io_fd(const struct kvd_io *io)
 {
-	return io->event_fd;
+	return io->uring ? io->event_fd : kvd_workers_fd(io->workers);
 }
 
 int kvd_io_submit(struct kvd_io *io, struct kvd_io_op *op)
@@ -256,7 +265,7 @@ int kvd_io_submit(struct kvd_io *io, struct kvd_io_op *op)
 	}
 	op->work.run = thread_run;
 	op->work.done = thread_done;
-	kvd_work_submit(io->p.workers, &op->work);
+	kvd_work_submit(io->workers, &op->work);
 	return 0;
 }
 
@@ -270,7 +279,7 @@ void kvd_io_flush(struct kvd_io *io)
 
 u32 kvd_io_reap(struct kvd_io *io)
 {
-	return io->uring ? uring_reap(io) : 0;
+	return io->uring ? uring_reap(io) : kvd_workers_reap(io->workers);
 }
 
 u32 kvd_io_pending(const struct kvd_io *io)

@@ -2,7 +2,7 @@
 /*
  * tier/io.h - reads and writes of the NVMe tier's file, many at a time, none waited for.
  *
- * io_uring with registered buffers and O_DIRECT; where io_uring is not to be had, worker
+ * io_uring with registered buffers and O_DIRECT; where io_uring is not to be had, a few
  * threads. kvd_io_engine() says which, and why. Buffers lie in one pool of memory that is
  * registered once. Faults (kvmd/dbg/fault.h) are injected here: what comes back is
  * what a bad disk would give.
@@ -48,7 +48,6 @@ struct kvd_io_op {
  * @pool, @pool_bytes: memory of all buffers; borrowed
  * @depth: transfers under way, <= KVD_IO_DEPTH_MAX
  * @force_threads: do not try io_uring
- * @workers: for the fallback; borrowed
  */
 struct kvd_io_params {
 	int fd;
@@ -56,7 +55,6 @@ struct kvd_io_params {
 	u64 pool_bytes;
 	u32 depth;
 	bool force_threads;
-	struct kvd_workers *workers;
 };
 
 /** kvd_io_create() - Return: 0; -ENOMEM; -EMFILE */
@@ -71,7 +69,7 @@ const char *kvd_io_engine(const struct kvd_io *io);
 /** kvd_io_degraded() - not io_uring with registered buffers */
 bool kvd_io_degraded(const struct kvd_io *io);
 
-/** kvd_io_fd() - readable when kvd_io_reap() has something to do; -1: the workers' is */
+/** kvd_io_fd() - readable when kvd_io_reap() has something to do */
 int kvd_io_fd(const struct kvd_io *io);
 
 /** kvd_io_submit() - start a transfer with the next kvd_io_flush(). Return: 0; KV_BUSY

@@ -179,7 +179,8 @@ failed:
 
 static int pages_open(struct kvd_store *st)
 {
-	int flags = O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW;
+	int flags = O_RDWR | O_CREAT | O_CLOEXEC |
+		    (KV_MUTANT(tier_follows_links) ? 0 : O_NOFOLLOW);
 
 	st->fd = openat(st->dir_fd, "pages", flags | O_DIRECT, 0600);
 	st->direct = st->fd >= 0;
@@ -259,7 +260,7 @@ static int journal_take(struct kvd_store *st, const struct stat *s, char *error)
 			 .generation = s->st_ino},
 		.replay = replay,
 		.arg = st,
-		.workers = st->p.workers,
+		.workers = st->writer,
 	};
 	int r;
 
@@ -279,7 +280,6 @@ static int io_take(struct kvd_store *st, char *error)
 		.pool_bytes = st->p.pool_bytes,
 		.depth = st->p.depth,
 		.force_threads = st->p.force_threads,
-		.workers = st->p.workers,
 	};
 	int r = kvd_io_create(&ip, &st->io);
 
@@ -291,6 +291,7 @@ static int io_take(struct kvd_store *st, char *error)
 static void store_free(struct kvd_store *st)
 {
 	kvd_io_destroy(st->io);
+	kvd_workers_destroy(st->writer);
 	kvd_space_fini(&st->space);
 	if (st->fd >= 0)
 		close(st->fd);
@@ -323,6 +324,8 @@ int kvd_store_open(const struct kvd_store_params *p, char *error, struct kvd_sto
 	if (!r)
 		r = io_take(st, error);
 	if (!r)
+		r = kvd_workers_create(1, &st->writer);
+	if (!r)
 		r = journal_take(st, &s, error);
 	if (r) {
 		store_free(st);
@@ -345,6 +348,17 @@ void kvd_store_close(struct kvd_store *st, bool clean)
 }
 
 /* ---------------------------------------------------------------------- turn */
+
+void kvd_store_reap(struct kvd_store *st)
+{
+	kvd_workers_reap(st->writer);
+	kvd_io_reap(st->io);
+}
+
+u32 kvd_store_pending(const struct kvd_store *st)
+{
+	return kvd_workers_pending(st->writer) + kvd_io_pending(st->io);
+}
 
 /* A slice of live entries; segments without any are passed over whole. */
 static bool compact_slice(struct kvd_store *st)

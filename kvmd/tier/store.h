@@ -106,7 +106,6 @@ struct kvd_store;
  * @pool, @pool_bytes: where all buffers lie
  * @host_mark: differs when the host's secret does
  * @force_threads: no io_uring
- * @workers: borrowed
  * @identify: domain id and tenant index of an entry. Return: false: nobody's
  * @describe: fill the ident of a slot's tenant
  */
@@ -118,7 +117,6 @@ struct kvd_store_params {
 	u64 pool_bytes;
 	u8 host_mark[16];
 	bool force_threads;
-	struct kvd_workers *workers;
 	bool (*identify)(void *arg, const struct kvd_ident *ident, u32 *ret_domain,
 			 u16 *ret_tenant);
 	void (*describe)(void *arg, u16 tenant, struct kvd_ident *ret);
@@ -129,6 +127,7 @@ struct kvd_store_params {
  * struct kvd_store - an open store
  * @space: slots
  * @io, @journal: owned
+ * @writer: one thread, which waits for the disk when it writes the journal
  * @direct: O_DIRECT works here; without it status says so
  * @found: what was there; @adopted: entries taken up, @orphans: of nobody who is here
  * @compact_id: where a compaction goes on
@@ -137,6 +136,7 @@ struct kvd_store {
 	struct kvd_space space;
 	struct kvd_io *io;
 	struct kvd_journal *journal;
+	struct kvd_workers *writer;
 	struct kvd_store_params p;
 	int dir_fd, fd, lock_fd;
 	bool direct;
@@ -157,6 +157,12 @@ int kvd_store_open(const struct kvd_store_params *p, char *error, struct kvd_sto
 
 /** kvd_store_close() - nothing is under way; @clean: the journal says so; or NULL */
 void kvd_store_close(struct kvd_store *st, bool clean);
+
+/** kvd_store_reap() - take completions of both */
+void kvd_store_reap(struct kvd_store *st);
+
+/** kvd_store_pending() - transfers and batches of the journal under way */
+u32 kvd_store_pending(const struct kvd_store *st);
 
 /** kvd_store_put() - a slot is READY: note it in the journal */
 void kvd_store_put(struct kvd_store *st, u32 id);

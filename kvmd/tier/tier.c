@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/mutant.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/trace.h"
 #include "kvmd/tier/tier_priv.h"
@@ -354,7 +355,8 @@ u32 kvd_tier_drop_domain(struct kvd_tiers *t, u32 domain_id)
 
 	/* What is on its way is not stored, or found, either. */
 	list_for_each_entry (op, &t->all, node)
-		op->cancelled |= t->idents[op->tenant].domain_id == domain_id;
+		op->cancelled |= t->idents[op->tenant].domain_id == domain_id &&
+				 !KV_MUTANT(reset_spares_moving);
 	list_for_each_entry (op, &t->late, node)
 		op->cancelled |= t->idents[op->tenant].domain_id == domain_id;
 	list_for_each_entry (op, &t->writing, node)
@@ -408,7 +410,6 @@ static int store_start(struct kvd_tiers *t, char *error)
 		.pool = t->p.pool,
 		.pool_bytes = t->p.dram_bytes,
 		.force_threads = t->p.force_threads,
-		.workers = t->workers,
 		.identify = identify,
 		.describe = describe,
 		.arg = t,
@@ -494,7 +495,7 @@ void kvd_tier_drain(struct kvd_tiers *t)
 		if (t->store)
 			kvd_io_flush(t->store->io);
 		nr = kvd_workers_pending(t->workers) +
-		     (t->store ? kvd_io_pending(t->store->io) : 0);
+		     (t->store ? kvd_store_pending(t->store) : 0);
 		if (nr)
 			usleep(100);
 	}
@@ -514,20 +515,21 @@ void kvd_tier_destroy(struct kvd_tiers *t)
 
 /* ----------------------------------------------------------------------- turn */
 
-u32 kvd_tier_fds(const struct kvd_tiers *t, int fds[2])
+u32 kvd_tier_fds(const struct kvd_tiers *t, int fds[KVD_TIER_FDS])
 {
-	int io = t->store ? kvd_io_fd(t->store->io) : -1;
-
 	fds[0] = kvd_workers_fd(t->workers);
-	fds[1] = io;
-	return io < 0 ? 1 : 2;
+	if (!t->store)
+		return 1;
+	fds[1] = kvd_io_fd(t->store->io);
+	fds[2] = kvd_workers_fd(t->store->writer);
+	return 3;
 }
 
 void kvd_tier_ready(struct kvd_tiers *t)
 {
 	kvd_workers_reap(t->workers);
 	if (t->store)
-		kvd_io_reap(t->store->io);
+		kvd_store_reap(t->store);
 }
 
 bool kvd_tier_turn(struct kvd_tiers *t)

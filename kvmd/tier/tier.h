@@ -32,6 +32,7 @@
 #define KVD_TIER_SPILLS_MAX 256u /* SPILLING pages: beyond, reclaim waits */
 #define KVD_TIER_BATCH	    64u	 /* pages in one copy job */
 #define KVD_TIER_BATCHES    64u
+#define KVD_TIER_FDS	    3u
 #define KVD_TIER_NONE	    (~0ull)
 
 /** Counters; each only grows. */
@@ -168,8 +169,8 @@ void kvd_tier_set_limits(struct kvd_tiers *t, enum kvd_tier_id tier, u16 tenant,
 /** kvd_tier_copied() - a job of the copier has ended. @status: 0 or -errno */
 void kvd_tier_copied(struct kvd_tiers *t, u32 cookie, int status);
 
-/** kvd_tier_fds() - readable when kvd_tier_ready() has something to do. Return: 1 or 2 */
-u32 kvd_tier_fds(const struct kvd_tiers *t, int fds[2]);
+/** kvd_tier_fds() - readable when kvd_tier_ready() has something to do. Return: how many */
+u32 kvd_tier_fds(const struct kvd_tiers *t, int fds[KVD_TIER_FDS]);
 
 /** kvd_tier_ready() - take completions */
 void kvd_tier_ready(struct kvd_tiers *t);

@@ -302,6 +302,7 @@ static void finish(void)
 
 KVT_TEST(pages_go_to_dram_and_come_back)
 {
+	struct kv_stat s;
 	u32 nr;
 
 	begin(DRAM_ONLY);
@@ -310,6 +311,8 @@ KVT_TEST(pages_go_to_dram_and_come_back)
 	KVT_EXPECT(look(1) < SEQ_PAGES);
 	KVT_EXPECT_EQ(prefetch(1, &nr), 0);
 	KVT_EXPECT_EQ(nr, SEQ_PAGES);
+	KVT_EXPECT_EQ(kvc_stat(pool, &s), 0);
+	KVT_EXPECT_EQ(s.nr_sealed, 0); /* it promises nothing and holds nothing */
 	KVT_EXPECT_EQ(look(1), SEQ_PAGES);
 	KVT_EXPECT_EQ(fetch_all(40), 40 * SEQ_PAGES);
 	KVT_EXPECT_EQ(counter("bad_digests"), 0);
@@ -583,7 +586,7 @@ KVT_TEST(works_on_threads_and_says_so)
 	attach();
 	make_many(60);
 	expect_within(counter("writes") > 100, 5000);
-	KVT_EXPECT(fetch_all(60) >= 20 * SEQ_PAGES);
+	KVT_EXPECT(fetch_all(60) >= 10 * SEQ_PAGES);
 	KVT_EXPECT(health_has("TIER_NVME_SLOW_IO"));
 	KVT_EXPECT(health_has("threads (io_uring: switched off)"));
 	finish();

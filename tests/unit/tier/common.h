@@ -6,16 +6,17 @@
 #include "base/util.h"
 #include "tests/kvt.h"
 
-/** scratch_begin(), scratch_end() - around kvt_main(): nothing stays behind */
-void scratch_begin(void);
+/** scratch_begin(), scratch_end() - around kvt_main(): nothing stays behind. @base: where, if
+ * that can be written; else /tmp */
+void scratch_begin(const char *base);
 void scratch_end(void);
 
-#define TIER_MAIN()                       \
+#define TIER_MAIN(base)                   \
 	int main(int argc, char **argv)   \
 	{                                 \
 		int r;                    \
                                           \
-		scratch_begin();          \
+		scratch_begin(base);      \
 		r = kvt_main(argc, argv); \
 		scratch_end();            \
 		return r;                 \
