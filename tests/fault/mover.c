@@ -394,6 +394,8 @@ static bool killed_at(bool gpu, u32 n)
 	KVT_EXPECT(in.status == 0 || in.status == -EPIPE);
 	KVT_EXPECT(out.status == 0 || out.status == -EPIPE);
 	kvd_mover_extent_drop(rig.m, 1, 1, 8);
+	for (int i = 0; i < 100 && !rig.nr_put && !rig.deaths; i++)
+		turns(&rig, 10);
 	turns(&rig, 20);
 	fired = rig.deaths;
 	KVT_EXPECT_EQ(fired, kvd_mover_stats(rig.m)->deaths);

@@ -164,6 +164,28 @@ KVT_TEST(legacy_refuses_more_than_one_domain)
 	remove_dir(dir);
 }
 
+/* Nor does it come to have them later. */
+KVT_TEST(legacy_reload_with_more_domains_is_refused)
+{
+	char dir[64], config[128], text[512], *answer;
+	const char *const args[] = {"--backend", "cuda-legacy", "--config", config, NULL};
+
+	temp_dir(dir);
+	snprintf(config, sizeof(config), "%s/kvmd.json", dir);
+	snprintf(text, sizeof(text), "{\"tenants\":[{\"name\":\"a\",\"uids\":[%u]}]}",
+		 getuid());
+	write_file(config, text);
+	start(args);
+	snprintf(text, sizeof(text), two_tenants, getuid());
+	write_file(config, text);
+	answer = ipc_admin(&kvmd, "{\"op\":\"reload\"}");
+	KVT_EXPECT_HAS(answer, "domains: 2");
+	free(answer);
+	KVT_EXPECT_EQ(number_in(STATUS, "\"tenants\":"), 1);
+	ipc_stop(&kvmd);
+	remove_dir(dir);
+}
+
 /* auto takes it only where memory cannot be exported, and says so. */
 KVT_TEST(auto_falls_back_to_legacy_where_export_is_missing)
 {
