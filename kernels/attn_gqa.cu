@@ -224,6 +224,15 @@ KVK_DEV bool merge_warps(const struct gqa_role &role, uint32_t hbs, uint32_t nth
 	return true;
 }
 
+/* A row of this part is outside the pool: no number comes of the unit. */
+template <int HD> KVK_DEV void spoil(gqa_acc<HD> &acc)
+{
+	acc.l[0] = acc.l[1] = NAN;
+#pragma unroll
+	for (int i = 0; i < HD / 2; i++)
+		acc.o[i / 4][i % 4] = NAN;
+}
+
 /* The warp's end of a segment: merge, write, and count a split unit's part in. */
 template <int HD, bool FP8>
 KVK_DEV void finish_segment(const struct attn_params &p, const struct gqa_seg &g,
@@ -235,6 +244,8 @@ KVK_DEV void finish_segment(const struct attn_params &p, const struct gqa_seg &g
 	settle<HD>(acc, sv);
 	if (!merge_warps<HD, FP8>(role, g.hbs, nth, role.slot < g.nr_pieces, acc, sm))
 		return;
+	if (g.poisoned)
+		spoil<HD>(acc);
 	write_rows<HD, FP8>(p, g, acc, role.slot % g.hbs, role.row0);
 	if (s.nr_parts > 1)
 		plan_arrive(p, s, s.nr_parts * g.hbs * role.nm, &sm->pend[s.part == 0]);
@@ -339,7 +350,7 @@ KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, F
 		uint32_t hbs = sm->hbs;
 
 		if (pend->epoch)
-			plan_finish<HD, gqa_row_elem<HD>>(
+			plan_finish<HD, gqa_row_elem<HD>, 1>(
 				p, pend, hbs, pend->s.q_len * p.group * hbs,
 				pend->s.nr_parts * hbs * role.nm,
 				(struct plan_part *)sm->part, &sm->flag, threadIdx.x,
@@ -431,6 +442,7 @@ static bool gqa_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 		;
 	s.row_dim = l->head_dim;
 	s.hbs_force = a->flags >> 24 & 15;
+	s.tiles_min = 1;
 	*ret_s = s;
 	return s.nr_ctas > 0;
 }

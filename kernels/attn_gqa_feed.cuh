@@ -41,7 +41,7 @@ struct gqa_seg {
 	uint32_t hbs;
 	uint32_t nr_pieces;
 	uint32_t ok;
-	uint32_t reserved;
+	uint32_t poisoned; /* read nothing; the output is NaN */
 };
 
 /* Shared memory, in this order. */
@@ -113,11 +113,14 @@ KVK_DEV struct gqa_seg publish_seg(const struct attn_params &p,
 				   gqa_smem<HD, FP8> *sm)
 {
 	struct gqa_seg g = {};
+	enum plan_state state;
 
 	g.s = i == 0 ? cta.first : p.mem.segs[cta.base + i];
 	g.hbs = cta.hbs;
-	g.ok = kv_verdict_ok(p.verdicts[g.s.req], step, g.s.nr_rows);
-	g.nr_pieces = g.ok ? g.s.nr_pages * cta.hbs : 0;
+	state = plan_check(p, g.s, step);
+	g.ok = state != PLAN_FAILED;
+	g.poisoned = state == PLAN_POISONED;
+	g.nr_pieces = state == PLAN_OK ? g.s.nr_pages * cta.hbs : 0;
 	if (i >= SEG_RING)
 		spin_until(&sm->segs_done, NR_WARPS * (i - SEG_RING + 1) - 1);
 	if ((threadIdx.x & 31) == 0) {
@@ -175,7 +178,7 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 			lane < n && ps->page0 + lane < ps->nr_rows ? rows[lane].pfn : 0;
 		struct gqa_seg g = publish_seg<HD, FP8>(p, cta, i, step, sm);
 
-		for (uint32_t pg = 0; pg < g.s.nr_pages && g.ok; pg += 32) {
+		for (uint32_t pg = 0; pg < g.s.nr_pages && g.nr_pieces; pg += 32) {
 			uint64_t off = page_offset(p, pfn);
 
 			n = min(32u, g.s.nr_pages - pg);

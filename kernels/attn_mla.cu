@@ -42,7 +42,7 @@ KVK_DEV void finish_cta(const struct attn_params &p, mla_smem<NTL, FP8> *sm)
 		uint32_t rows = pend->s.q_len * p.nr_q_heads - pend->s.hblk * 8 * NTL;
 
 		if (pend->epoch)
-			plan_finish<LATENT, mla_row_elem>(
+			plan_finish<LATENT, mla_row_elem, 1>(
 				p, pend, 8 * NTL, min(8u * NTL, rows),
 				pend->s.nr_parts * C::NR_VALUE,
 				(struct plan_part *)sm->ring, &sm->flag, threadIdx.x,
@@ -134,10 +134,12 @@ static bool mla_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 	    l->dtype == KV_DTYPE_F32)
 		return false;
 	s.nr_ctas = (uint32_t)plan_nr_ctas();
-	/* wgmma wants 64 rows; the BF16 kernel has 16 */
-	s.unit_rows = rows <= 8 ? 8 : rows <= 16 || l->dtype == KV_DTYPE_BF16 ? 16 : 64;
+	s.unit_rows = rows <= 8 ? 8 : rows <= 16 ? 16 : 64; /* wgmma wants 64 rows */
 	s.nr_heads = (rows + s.unit_rows - 1) / s.unit_rows;
 	s.hbs_max = 1;
+	s.tiles_min = a->flags >> 24 & 15;
+	if (!s.tiles_min)
+		s.tiles_min = 1;
 	s.q_rows = a->nr_q_heads;
 	s.row_dim = LATENT;
 	*ret_s = s;
@@ -178,7 +180,8 @@ int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 	if (r)
 		return r;
 	if (s.unit_rows == 64)
-		return mla_wide_launch(&p, s.nr_ctas, st);
+		return fp8 ? mla_wide_launch(&p, s.nr_ctas, st)
+			   : mla_tile_launch(&p, fp8, s.nr_ctas, st);
 	if (s.unit_rows == 8)
 		return fp8 ? launch<1, true>(&p, s.nr_ctas, st)
 			   : launch<1, false>(&p, s.nr_ctas, st);

@@ -21,7 +21,8 @@ struct mla_seg {
 	struct plan_seg s;
 	uint32_t ok;
 	uint32_t nr_pieces;
-	uint32_t reserved[2];
+	uint32_t poisoned; /* read nothing; the output is NaN */
+	uint32_t reserved;
 };
 
 /* ----------------------------------------------------------------------------- producer
@@ -33,10 +34,13 @@ KVK_DEV struct mla_seg publish_seg(const struct attn_params &p,
 				   SM *sm)
 {
 	struct mla_seg g = {};
+	enum plan_state state;
 
 	g.s = i == 0 ? cta.first : p.mem.segs[cta.base + i];
-	g.ok = kv_verdict_ok(p.verdicts[g.s.req], step, g.s.nr_rows);
-	g.nr_pieces = g.ok ? g.s.nr_pages : 0;
+	state = plan_check(p, g.s, step);
+	g.ok = state != PLAN_FAILED;
+	g.poisoned = state == PLAN_POISONED;
+	g.nr_pieces = state == PLAN_OK ? g.s.nr_pages : 0;
 	if (i >= SEG_RING)
 		spin_until(&sm->segs_done, SM::C::NR_WARPS * (i - SEG_RING + 1) - 1);
 	if ((threadIdx.x & 31) == 0) {
@@ -66,7 +70,7 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 			lane < n && ps->page0 + lane < ps->nr_rows ? rows[lane].pfn : 0;
 		struct mla_seg g = publish_seg(p, cta, i, step, sm);
 
-		for (uint32_t pg = 0; pg < g.s.nr_pages && g.ok; pg += 32) {
+		for (uint32_t pg = 0; pg < g.nr_pieces; pg += 32) {
 			uint64_t off = page_offset(p, pfn);
 
 			n = min(32u, g.s.nr_pages - pg);
@@ -151,5 +155,9 @@ KVK_DEV size_t mla_row_elem(const struct attn_params &p, const struct plan_seg &
 
 /* Up to 64 query rows, FP8 pages, on wgmma (attn_mla_wide.cu). */
 int mla_wide_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream);
+
+/* Up to 64 query rows (attn_mla_tile.cu). */
+int mla_tile_launch(const struct attn_params *p, bool fp8, uint32_t nr_ctas,
+		    cudaStream_t stream);
 
 #endif /* KVK_ATTN_MLA_CUH */

@@ -322,7 +322,7 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 			l += __shfl_xor_sync(~0u, l, 16);
 			if (lane < 4)
 				sm->fin[i & 1][w][8 * (k / 2) + 2 * lane + k % 2] =
-					make_float2(st.m[k], l);
+					make_float2(st.m[k], g.poisoned ? NAN : l);
 		}
 		g = sm->segs[(i + 1) % SEG_RING];
 		__syncwarp();

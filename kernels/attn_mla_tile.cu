@@ -81,7 +81,8 @@ template <bool FP8> KVK_DEV void tile_wait(uint64_t *full, uint32_t phase)
 
 /* Scores of 64 rows and 64 tokens. */
 template <bool FP8>
-KVK_DEV void tile_scores(uint32_t q, uint32_t tile, uint64_t *full, uint32_t phase, float *s)
+KVK_DEV void tile_scores(uint32_t q, uint32_t tile, uint64_t *full, uint32_t phase,
+			 float *s)
 {
 	const uint64_t dq = wg_desc(q), dk = wg_desc(tile);
 
@@ -146,16 +147,17 @@ KVK_DEV void tile_scale(const struct attn_params &p, const struct plan_seg &g,
 	}
 }
 
-/* Probabilities as A operands of four k-steps (in PLANES parts), and the rows' sums. */
+/* Probabilities of 32 tokens as A operands of two k-steps, and the rows' sums. */
 template <bool FP8, int PLANES>
-KVK_DEV void tile_probs(const float *m, const float *vs, float *s, float *l,
+KVK_DEV void tile_probs(const float *m, const float *vs, float *s, float *l, int half,
 			uint32_t (*a)[4][4])
 {
 	const int c = threadIdx.x & 3;
 
 #pragma unroll
-	for (int j = 0; j < 8; j++) {
-		float2 v = FP8 ? *(const float2 *)&vs[8 * j + 2 * c] : make_float2(1.f, 1.f);
+	for (int j = 4 * half; j < 4 * half + 4; j++) {
+		float2 v =
+			FP8 ? *(const float2 *)&vs[8 * j + 2 * c] : make_float2(1.f, 1.f);
 
 #pragma unroll
 		for (int h = 0; h < 2; h++) {
@@ -176,15 +178,18 @@ KVK_DEV void tile_probs(const float *m, const float *vs, float *s, float *l,
 	}
 }
 
-/* o += P V for this warpgroup's half of the dims; @v: its first block */
-template <bool FP8> KVK_DEV void tile_values(uint32_t v, const uint32_t (*a)[4], float *o)
+/* o += P V of k-steps @t0 .. @t1 - 1; @v: first block of this warpgroup's half of the dims */
+template <bool FP8, int PLANES>
+KVK_DEV void tile_values(uint32_t v, uint32_t (*a)[4][4], int t0, int t1, float *o)
 {
 	const uint64_t dv = wg_desc(v);
 
 	wg_fence();
 #pragma unroll
-	for (int t = 0; t < 4; t++)
-		wgmma_values<!FP8>(o, a[t], dv + t * (2048 / 16));
+	for (int t = t0; t < t1; t++)
+#pragma unroll
+		for (int k = 0; k < PLANES; k++)
+			wgmma_values<FP8>(o, a[k][t], dv + t * (2048 / 16));
 	wg_commit();
 }
 
@@ -194,10 +199,10 @@ KVK_DEV void tile_values_end(float *o)
 	wg_keep<128>(o);
 }
 
-/* Where P's second part travels: the tile's rope block, whose scores are done. */
-KVK_DEV uint4 *tile_px2(struct tile_smem *sm, uint32_t buf, int w)
+/* Where P's parts travel: the second one by the tile's rope block, whose scores are done. */
+KVK_DEV uint4 *tile_px(struct tile_smem *sm, uint32_t buf, int w, int plane)
 {
-	return (uint4 *)sm->tile[buf][8] + w * 128;
+	return plane ? (uint4 *)sm->tile[buf][8] + w * 128 : &sm->px[w][0][0];
 }
 
 /* A page whose scores are this warpgroup's. */
@@ -218,27 +223,31 @@ KVK_DEV void tile_own(const struct attn_params &p, const struct plan_seg &g,
 	for (int h = 0; h < 2; h++)
 		m[h] = mx[h] > st.m[h] + TILE_SLACK ? ceilf(mx[h]) : st.m[h];
 	tile_rescale(st, m, FP8 ? sm->unit[buf] : 0.f);
-	tile_probs<FP8, PLANES>(st.m, sm->vs[buf], s, st.l, a);
-	if (PLANES == 2) /* every warp's scores are done with the rope */
-		bar_sync(BAR_OWN + buf, 128);
-#pragma unroll
-	for (int t = 0; t < 4; t++) {
-		sm->px[w][t][lane] = make_uint4(a[0][t][0], a[0][t][1], a[0][t][2], a[0][t][3]);
-		if (PLANES == 2)
-			tile_px2(sm, buf, w)[t * 32 + lane] =
-				make_uint4(a[PLANES - 1][t][0], a[PLANES - 1][t][1],
-					   a[PLANES - 1][t][2], a[PLANES - 1][t][3]);
-	}
 	if (lane % 4 == 0) {
 		sm->mx[16 * w + lane / 4] = st.m[0];
 		sm->mx[16 * w + lane / 4 + 8] = st.m[1];
 	}
-	__syncwarp();
-	if (lane == 0)
-		mbar_arrive(&sm->p_full[buf][w]);
-	tile_values<FP8>(tile + 4 * buf * TILE_BLOCK, a[0], st.o);
-	if (PLANES == 2)
-		tile_values<FP8>(tile + 4 * buf * TILE_BLOCK, a[PLANES - 1], st.o);
+	if (PLANES == 2) /* every warp's scores are done with the rope */
+		bar_sync(BAR_OWN + buf, 128);
+#pragma unroll
+	for (int half = 0; half < 2;
+	     half++) { /* exponents beside the values before them */
+		tile_probs<FP8, PLANES>(st.m, sm->vs[buf], s, st.l, half, a);
+#pragma unroll
+		for (int i = 0; i < 2 * PLANES; i++) {
+			const uint32_t *v = a[i / 2][2 * half + i % 2];
+
+			tile_px(sm, buf, w, i / 2)[(2 * half + i % 2) * 32 + lane] =
+				make_uint4(v[0], v[1], v[2], v[3]);
+		}
+		if (half) {
+			__syncwarp();
+			if (lane == 0)
+				mbar_arrive(&sm->p_full[buf][w]);
+		}
+		tile_values<FP8, PLANES>(tile + 4 * buf * TILE_BLOCK, a, 2 * half,
+					 2 * half + 2, st.o);
+	}
 	tile_values_end(st.o);
 	__syncwarp();
 	if (lane == 0)
@@ -259,7 +268,7 @@ KVK_DEV void tile_other(uint32_t seq, struct tile_state &st, struct tile_smem *s
 #pragma unroll
 	for (int i = 0; i < 4 * PLANES; i++) {
 		const int t = i % 4;
-		uint4 v = i < 4 ? sm->px[w][t][lane] : tile_px2(sm, buf, w)[t * 32 + lane];
+		uint4 v = tile_px(sm, buf, w, i / 4)[t * 32 + lane];
 
 		a[i / 4][t][0] = v.x;
 		a[i / 4][t][1] = v.y;
@@ -274,9 +283,7 @@ KVK_DEV void tile_other(uint32_t seq, struct tile_state &st, struct tile_smem *s
 		mbar_arrive(&sm->empty[buf][PART_ROPE]);
 	tile_rescale(st, m, unit);
 	tile_wait<FP8>(&sm->full[buf][PART_LEFT + half], phase);
-	tile_values<FP8>(tile + 4 * half * TILE_BLOCK, a[0], st.o);
-	if (PLANES == 2)
-		tile_values<FP8>(tile + 4 * half * TILE_BLOCK, a[PLANES - 1], st.o);
+	tile_values<FP8, PLANES>(tile + 4 * half * TILE_BLOCK, a, 0, 4, st.o);
 	tile_values_end(st.o);
 	__syncwarp();
 	if (lane == 0)
@@ -324,7 +331,8 @@ KVK_DEV void tile_write(const struct attn_params &p, const struct plan_seg &s,
 		off += wg * 256 + 2 * c;
 #pragma unroll
 		for (int i = 0; i < 32; i++) {
-			float x = st.o[4 * i + 2 * h] * f, y = st.o[4 * i + 2 * h + 1] * f;
+			float x = st.o[4 * i + 2 * h] * f,
+			      y = st.o[4 * i + 2 * h + 1] * f;
 
 			if (slot)
 				*(float2 *)(slot + off + 8 * i) = make_float2(x, y);
@@ -357,7 +365,8 @@ KVK_DEV void tile_end(const struct attn_params &p, const struct mla_seg &g,
 		tile_write(p, g.s, st, rows, sm);
 	else if (g.s.part == 0)
 		for (uint32_t e = threadIdx.x; e < rows * (LATENT / 2); e += 256)
-			out_store2(p, mla_row_elem(p, g.s, TILE_ROWS, 0) + 2 * e, NAN, NAN);
+			out_store2(p, mla_row_elem(p, g.s, TILE_ROWS, 0) + 2 * e, NAN,
+				   NAN);
 	if (g.ok && g.s.nr_parts > 1)
 		plan_arrive(p, g.s, g.s.nr_parts * 8, &sm->pend[g.s.part == 0]);
 }
@@ -407,7 +416,7 @@ KVK_DEV void tile_finish(const struct attn_params &p, struct tile_smem *sm)
 		uint32_t rows = pend->s.q_len * p.nr_q_heads - pend->s.hblk * TILE_ROWS;
 
 		if (pend->epoch)
-			plan_finish<LATENT, mla_row_elem>(
+			plan_finish<LATENT, mla_row_elem, 2>(
 				p, pend, TILE_ROWS, min((uint32_t)TILE_ROWS, rows),
 				pend->s.nr_parts * 8, (struct plan_part *)sm->tile,
 				&sm->flag, threadIdx.x, BAR_ALL, 256);
@@ -415,7 +424,7 @@ KVK_DEV void tile_finish(const struct attn_params &p, struct tile_smem *sm)
 }
 
 template <bool FP8, int PLANES>
-__global__ void __launch_bounds__(384, 1)
+__global__ void __launch_bounds__(tile_cfg<FP8, PLANES>::NR_THREADS, 1)
 	attn_mla_tile_kernel(const __grid_constant__ struct attn_params p)
 {
 	using C = tile_cfg<FP8, PLANES>;
@@ -440,9 +449,9 @@ __global__ void __launch_bounds__(384, 1)
 	if (threadIdx.x >= 256) {
 		regs_dec<C::REGS_FEED>();
 		if (FP8)
-			feed_fp8(p, p.mem.ctas[blockIdx.x], *p.step, sm);
+			feed_fp8(p, sm);
 		else
-			feed_bf16(p, p.mem.ctas[blockIdx.x], *p.step, sm);
+			feed_bf16(p, sm);
 	} else {
 		regs_inc<C::REGS_USE>();
 		tile_consume<FP8, PLANES>(p, p.mem.ctas[blockIdx.x].count, sm);
@@ -469,7 +478,8 @@ static int launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t st
 	cfg.stream = stream;
 	cfg.attrs = &attr;
 	cfg.numAttrs = 1;
-	return cudaLaunchKernelEx(&cfg, attn_mla_tile_kernel<FP8, PLANES>, *p) == cudaSuccess
+	return cudaLaunchKernelEx(&cfg, attn_mla_tile_kernel<FP8, PLANES>, *p) ==
+			       cudaSuccess
 		       ? 0
 		       : -EIO;
 }
@@ -477,8 +487,11 @@ static int launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t st
 int mla_tile_launch(const struct attn_params *p, bool fp8, uint32_t nr_ctas,
 		    cudaStream_t stream)
 {
+	struct attn_params k = *p;
+
 	if (fp8)
-		return launch<true, 1>(p, nr_ctas, stream);
-	return p->flags & KVK_ATTN_FAST ? launch<false, 1>(p, nr_ctas, stream)
-					: launch<false, 2>(p, nr_ctas, stream);
+		return launch<true, 1>(&k, nr_ctas, stream);
+	k.flight = p->flags >> 16 & 15; /* two tiles are enough on their way */
+	return p->flags & KVK_ATTN_FAST ? launch<false, 1>(&k, nr_ctas, stream)
+					: launch<false, 2>(&k, nr_ctas, stream);
 }

@@ -8,7 +8,7 @@
 
 #include "kernels/attn_mla.cuh"
 
-#define TILE_ROWS   64 /* query rows of a CTA */
+#define TILE_ROWS   64	 /* query rows of a CTA */
 #define TILE_BLOCK  8192 /* bytes of 64 tokens (or rows) by 64 dims of 16 bits */
 #define TILE_BLOCKS 9	 /* latent 0 .. 7, rope 8 */
 #define TILE_SEGS   4
@@ -16,10 +16,10 @@
 #define BAR_OWN	    2	/* + warpgroup */
 
 /* Parts of a tile: each has barriers of its own. */
-#define PART_ROPE  0 /* block 8, the scales and the unit */
-#define PART_LEFT  1 /* blocks 0 .. 3: the first warpgroup's values */
-#define PART_RIGHT 2 /* blocks 4 .. 7: the second one's */
-#define NR_PARTS   3
+#define PART_ROPE   0 /* block 8, the scales and the unit */
+#define PART_LEFT   1 /* blocks 0 .. 3: the first warpgroup's values */
+#define PART_RIGHT  2 /* blocks 4 .. 7: the second one's */
+#define NR_PARTS    3
 
 /* PLANES: P in one or two parts of 16 bits. */
 template <bool FP8, int PLANES> struct tile_cfg {
@@ -28,11 +28,12 @@ template <bool FP8, int PLANES> struct tile_cfg {
 	static constexpr int RR = ROPE * ES;
 	static constexpr int ROPE_OFF = TOKENS * RB;
 	static constexpr int SCALE_OFF = TOKENS * (RB + RR);
-	static constexpr int NR_USE = 8;  /* consumer warps */
-	static constexpr int NR_FEED = 4; /* warps that fill the tiles */
+	static constexpr int NR_USE = 8; /* consumer warps */
+	/* warps that fill the tiles */
+	static constexpr int NR_FEED = FP8 ? 8 : 4;
 	static constexpr int NR_THREADS = (NR_USE + NR_FEED) * 32;
-	static constexpr int REGS_USE = 208;
-	static constexpr int REGS_FEED = 88;
+	static constexpr int REGS_USE = FP8 ? 192 : 208;
+	static constexpr int REGS_FEED = FP8 ? 64 : 88;
 	/* FP8: a warp's lane 0 arrives; BF16: the copies of every thread do */
 	static constexpr int FULL_COUNT = FP8 ? NR_FEED : NR_FEED * 32;
 };
@@ -116,7 +117,17 @@ KVK_DEV void wgmma_scores(float *d, uint64_t a, uint64_t b, int use_d)
 		WG_SCORES("f16");
 }
 
-#define WG_VALUES(type)                                                                  \
+#define WG_VALUES_128(type)                                                           \
+	SM90_ASM("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " "     \
+		 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"            \
+		 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"   \
+		 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"   \
+		 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, " \
+		 "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;\n"                              \
+		 : WG_D64(0)                                                          \
+		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+#define WG_VALUES_256(type)                                                              \
 	SM90_ASM("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " "        \
 		 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"               \
 		 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"      \
@@ -130,22 +141,34 @@ KVK_DEV void wgmma_scores(float *d, uint64_t a, uint64_t b, int use_d)
 		 : WG_D64(0), WG_D64(64)                                                 \
 		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-/* d[64][256] += a[64][16] b[16][256]; rows of b's memory are k */
-template <bool BF16> KVK_DEV void wgmma_values(float *d, const uint32_t *a, uint64_t b)
+/*
+ * d[64][256] += a[64][16] b[16][256]; rows of b's memory are k. FP8: in two halves, since the
+ * compiler takes no instruction with more registers than a thread has at the launch.
+ */
+template <bool FP8> KVK_DEV void wgmma_values(float *d, const uint32_t *a, uint64_t b)
 {
-	if (BF16)
-		WG_VALUES("bf16");
-	else
-		WG_VALUES("f16");
+	if constexpr (FP8) {
+		WG_VALUES_128("f16");
+		d += 64;
+		b += 2 * TILE_BLOCK / 16;
+		WG_VALUES_128("f16");
+	} else {
+		WG_VALUES_256("bf16");
+	}
 }
 
 /* ------------------------------------------------------------------------------ queries
  */
 
-/* Two values as the matrix units want them. */
-template <bool FP8> KVK_DEV uint32_t tile_pack(float lo, float hi)
+/* Eight neighbouring values, rounded to bf16. */
+KVK_DEV void tile_q_f32(const float *q, uint32_t *v)
 {
-	return FP8 ? pack_f16(lo, hi) : pack_bf16(lo, hi);
+	const float4 x = *(const float4 *)q, y = *(const float4 *)(q + 4);
+
+	v[0] = pack_bf16(x.x, x.y);
+	v[1] = pack_bf16(x.z, x.w);
+	v[2] = pack_bf16(y.x, y.y);
+	v[3] = pack_bf16(y.z, y.w);
 }
 
 /* The block's queries to shared memory, by all consumers; the last ones are done with. */
@@ -157,20 +180,29 @@ KVK_DEV void tile_load_q(const struct attn_params &p, const struct plan_seg &s,
 	constexpr uint32_t PER = (LATENT + ROPE) / 8; /* chunks of 16 bytes in a row */
 
 	grid_wait();
-#pragma unroll 6
+#pragma unroll 9
 	for (uint32_t i = threadIdx.x; i < TILE_ROWS * PER; i += 256) {
 		const uint32_t row = i / PER, at = i % PER;
 		const size_t d =
 			((size_t)s.q0 * p.nr_q_heads + first + row) * (LATENT + ROPE) +
 			at * 8;
-		uint32_t v[4];
+		uint32_t v[4] = {};
 
+		if (first + row < rows && !p.act_f32) {
+			uint4 x = *(const uint4 *)((const __nv_bfloat16 *)p.q + d);
+
+			v[0] = x.x;
+			v[1] = x.y;
+			v[2] = x.z;
+			v[3] = x.w;
+		} else if (first + row < rows) {
+			tile_q_f32((const float *)p.q + d, v);
+		}
 #pragma unroll
-		for (int k = 0; k < 4; k++) {
-			float2 x = first + row < rows ? act_load2(p, d + 2 * k)
-						      : make_float2(0.f, 0.f);
+		for (int k = 0; k < 4 && FP8; k++) {
+			float2 x = unpack_bf16(v[k]);
 
-			v[k] = tile_pack<FP8>(x.x, x.y);
+			v[k] = pack_f16(x.x, x.y);
 		}
 		*(uint4 *)(sm->q[at / 8] + row * 128 + ((at ^ row) & 7) * 16) =
 			make_uint4(v[0], v[1], v[2], v[3]);

@@ -248,7 +248,8 @@ KVK_DEV void score_probs(const struct attn_params &p, int t0, const float *sl,
 		}
 }
 
-KVK_DEV void score_end(uint32_t i, int w, struct wide_state &st, struct wide_smem *sm)
+KVK_DEV void score_end(uint32_t i, int w, bool poisoned, struct wide_state &st,
+			struct wide_smem *sm)
 {
 	const int lane = threadIdx.x & 31;
 
@@ -261,7 +262,8 @@ KVK_DEV void score_end(uint32_t i, int w, struct wide_state &st, struct wide_sme
 		l += __shfl_xor_sync(~0u, l, 8);
 		l += __shfl_xor_sync(~0u, l, 16);
 		if (lane < 4)
-			sm->fin_l[i & 1][w][8 * (k / 2) + 2 * lane + k % 2] = l;
+			sm->fin_l[i & 1][w][8 * (k / 2) + 2 * lane + k % 2] =
+				poisoned ? NAN : l;
 	}
 	if (w == 0) {
 		sm->fin_m[i & 1][lane] = sm->m[lane];
@@ -329,7 +331,7 @@ KVK_DEV void score_warps(const struct attn_params &p, uint32_t count,
 			if (lane == 0)
 				mbar_arrive(&sm->p_full[buf]);
 		}
-		score_end(i, w, st, sm);
+		score_end(i, w, g.poisoned, st, sm);
 	}
 }
 
@@ -523,7 +525,7 @@ KVK_DEV void finish_cta(const struct attn_params &p, struct wide_smem *sm)
 		uint32_t rows = pend->s.q_len * p.nr_q_heads - pend->s.hblk * WIDE;
 
 		if (pend->epoch)
-			plan_finish<LATENT, mla_row_elem>(
+			plan_finish<LATENT, mla_row_elem, 1>(
 				p, pend, WIDE, min((uint32_t)WIDE, rows),
 				pend->s.nr_parts * NR_VALUE, (struct plan_part *)sm->ring,
 				&sm->flag, threadIdx.x, BAR_ALL, wide_cfg::NR_WARPS * 32);

@@ -164,7 +164,8 @@ KVK_DEV void write_segments(const struct plan_args &a, uint32_t cta, uint32_t nr
 KVK_DEV uint32_t choose_ctas(const struct plan_args &a, uint32_t units, uint32_t total,
 			     bool uniform)
 {
-	uint32_t n = a.shape.nr_ctas;
+	uint32_t n =
+		min(a.shape.nr_ctas, (total + a.shape.tiles_min - 1) / a.shape.tiles_min);
 
 	for (uint32_t c = n; uniform && c > n - n / 8; c--)
 		if (units % c == 0 || c % units == 0)
@@ -294,6 +295,11 @@ int plan_params(const struct kvk_attn_args *a, struct attn_params *ret_p)
 	p.extent_bytes = a->pages.geometry.extent_bytes;
 	p.stride_bytes = a->pages.geometry.stride_bytes;
 	p.shift = a->pages.geometry.shift;
+	p.nr_pages = a->pages.geometry.nr_pages;
+	p.page_bytes = (uint32_t)kv_layer_bytes(l);
+	p.off = (KV_MUTANT(cuda_attn_no_verdict) ? DEV_NO_VERDICT : 0) |
+		(KV_MUTANT(cuda_attn_row_range) ? DEV_NO_ROW_RANGE : 0) |
+		(KV_MUTANT(cuda_attn_no_length) ? PLAN_NO_LENGTH : 0);
 	p.layer = a->layer;
 	p.layer_off = (uint64_t)kv_layer_stride(l) * a->layer;
 	p.rows = a->batch.rows;

@@ -23,11 +23,11 @@
 
 #include "kernels/common.cuh"
 #include "kernels/attn_cuda.h"
+#include "kernels/dev.cuh"
 
 #define PLAN_CTAS_MAX 160u
 #define PLAN_SLOTS    (2 * PLAN_CTAS_MAX)
-#define PLAN_SLICES   32u
-#define PLAN_BATCH    10    /* slots read at once by a merging thread */
+#define PLAN_SLICES   64u
 #define PLAN_PATIENCE 30000 /* clocks that a CTA waits for a unit's other parts */
 
 /* One CTA's share of one unit. */
@@ -83,13 +83,18 @@ struct attn_params {
 	uint32_t group; /* GQA: query heads per kv head */
 	uint32_t q_len_max;
 	uint32_t flags;
-	uint32_t flight; /* most pieces on their way to an SM */
+	uint32_t flight;     /* most pieces on their way to an SM */
+	uint32_t nr_pages;   /* of the pool */
+	uint32_t page_bytes; /* of a layer's part of a page */
+	uint32_t off;	     /* DEV_NO_*: safety rules that a test build takes out */
 	bool act_f32;
 	bool token_scales;
 	struct plan_mem mem;
 };
 
-#define PLAN_LOG2E 1.4426950408889634f
+#define PLAN_NO_LENGTH 0x100u /* beside DEV_NO_* */
+
+#define PLAN_LOG2E     1.4426950408889634f
 
 KVK_DEV uint64_t page_offset(const struct attn_params &p, uint32_t pfn)
 {
@@ -107,6 +112,39 @@ KVK_DEV void plan_enter(const struct attn_params &p)
 	if (!(p.flags & KVK_ATTN_PLAN))
 		grid_wait();
 	grid_launch_next();
+}
+
+/* What a segment's rows and verdict say. */
+enum plan_state {
+	PLAN_FAILED, /* the request failed: every part of the unit sees it, output is NaN */
+	PLAN_OK,     /* its pages may be read */
+	PLAN_POISONED, /* a row of this part is outside the pool: read nothing, l is NaN */
+};
+
+/*
+ * May the pages of a segment be read (design 5, P5)? By all lanes of a warp, before the first
+ * page access. The check kernel has looked at all of it; this keeps a bad verdict, length
+ * or row from ever becoming an address.
+ */
+KVK_DEV enum plan_state plan_check(const struct attn_params &p, const struct plan_seg &s,
+				   uint64_t step)
+{
+	const struct kv_verdict v = p.verdicts[s.req];
+	const struct kv_row *rows = p.rows + s.row0 + s.page0;
+	const uint32_t there = s.nr_rows > s.page0 ? s.nr_rows - s.page0 : 0;
+	const uint32_t n = min(s.nr_pages, there);
+	bool bad = false;
+
+#pragma unroll 4
+	for (uint32_t i = threadIdx.x & 31; i < n; i += 32)
+		bad |= rows[i].pfn >= p.nr_pages;
+	if (!kv_verdict_ok(v, step, s.nr_rows) && !(p.off & DEV_NO_VERDICT))
+		return PLAN_FAILED;
+	if (s.len > (uint64_t)s.nr_rows * KV_PAGE_TOKENS && !(p.off & PLAN_NO_LENGTH))
+		return PLAN_FAILED;
+	if (p.off & DEV_NO_ROW_RANGE)
+		return PLAN_OK;
+	return __any_sync(~0u, bad) ? PLAN_POISONED : PLAN_OK;
 }
 
 /* Slot (and counter) of a unit's part. */
@@ -243,84 +281,132 @@ KVK_DEV bool plan_all_in(const struct attn_params &p, const struct plan_pending 
 	return *(volatile uint32_t *)flag;
 }
 
-/* Parts first, first + step, ... of float4 @e of a unit. */
-KVK_DEV struct plan_part plan_read(const struct attn_params &p, const struct plan_seg &s,
-				   uint32_t o_off, uint32_t row, uint32_t e,
-				   uint32_t first, uint32_t step)
+/*
+ * Parts first, first + step, ... of float4s e, e + stride, ... of a unit to r[U]; reads U x PB
+ * slots at once.
+ */
+template <int D, int U, int PB>
+KVK_DEV void plan_read(const struct attn_params &p, const struct plan_seg &s,
+		       uint32_t o_off, uint32_t e, uint32_t stride, uint32_t end,
+		       uint32_t first, uint32_t step, struct plan_part *r)
 {
-	struct plan_part r = {make_float4(0.f, 0.f, 0.f, 0.f), -INFINITY, 0.f};
-
-	for (uint32_t i0 = first; i0 < s.nr_parts; i0 += PLAN_BATCH * step) {
-		float2 ml[PLAN_BATCH];
-		float4 o[PLAN_BATCH];
+#pragma unroll
+	for (int u = 0; u < U; u++) {
+		r[u].o = make_float4(0.f, 0.f, 0.f, 0.f);
+		r[u].m = -INFINITY;
+		r[u].l = 0.f;
+	}
+	for (uint32_t i0 = first; i0 < s.nr_parts; i0 += PB * step) {
+		float2 ml[PB][U];
+		float4 o[PB][U];
 
 #pragma unroll
-		for (int j = 0; j < PLAN_BATCH; j++) {
+		for (int j = 0; j < PB; j++) {
 			const float *sl = slot_ptr(p.mem, plan_slot(s, i0 + j * step));
 
-			ml[j] = make_float2(-INFINITY, 0.f);
-			o[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-			if (i0 + j * step < s.nr_parts) {
-				ml[j] = __ldcg((const float2 *)sl + row);
-				o[j] = __ldcg((const float4 *)(sl + o_off) + e);
+#pragma unroll
+			for (int u = 0; u < U; u++) {
+				const uint32_t at = e + u * stride;
+
+				ml[j][u] = make_float2(-INFINITY, 0.f);
+				o[j][u] = make_float4(0.f, 0.f, 0.f, 0.f);
+				if (i0 + j * step < s.nr_parts && at < end) {
+					ml[j][u] =
+						__ldcg((const float2 *)sl + at / (D / 4));
+					o[j][u] =
+						__ldcg((const float4 *)(sl + o_off) + at);
+				}
 			}
 		}
 #pragma unroll
-		for (int j = 0; j < PLAN_BATCH; j++)
-			part_add(r, o[j], ml[j].x, ml[j].y);
+		for (int j = 0; j < PB; j++)
+#pragma unroll
+			for (int u = 0; u < U; u++)
+				part_add(r[u], o[j][u], ml[j][u].x, ml[j][u].y);
 	}
-	return r;
 }
 
 /*
- * Merge slice @slice of @nr_slices. Teams of @ways warps share a group of 32 float4s,
- * each warp reading every ways-th part; @scratch: [threads].
+ * Merge float4s @lo .. @hi - 1 of a unit. Teams of @ways warps share U groups of 32 float4s, each
+ * warp reading every ways-th part; @scratch: [threads][U].
  */
-template <int D, plan_row_off ROW>
+template <int D, plan_row_off ROW, int U, int PB>
 KVK_DEV void plan_slice(const struct attn_params &p, const struct plan_seg &s,
+			uint32_t hbs, uint32_t rows, uint32_t lo, uint32_t hi,
+			uint32_t ways, struct plan_part *scratch, int tid, int bar,
+			int nr_threads)
+{
+	const uint32_t lane = tid & 31, warp = tid / 32;
+	const uint32_t teams = nr_threads / 32 / ways, way = warp % ways;
+
+	for (uint32_t at = lo; at < hi; at += 32 * U * teams) {
+		/* warps left over by the teams stay idle */
+		uint32_t e0 =
+			warp < teams * ways ? at + (warp / ways) * 32 * U + lane : hi;
+		struct plan_part r[U];
+
+		if (e0 < hi)
+			plan_read<D, U, PB>(p, s, slot_o_off(rows), e0, 32, hi, way, ways,
+					    r);
+		if (ways > 1) {
+#pragma unroll
+			for (int u = 0; u < U; u++)
+				scratch[u * nr_threads + warp * 32 + lane] = r[u];
+			bar_sync(bar, nr_threads);
+			for (uint32_t w = 1; w < ways && way == 0 && e0 < hi; w++)
+#pragma unroll
+				for (int u = 0; u < U; u++) {
+					const struct plan_part *o =
+						&scratch[u * nr_threads +
+							 (warp + w) * 32 + lane];
+
+					part_add(r[u], o->o, o->m, o->l);
+				}
+			bar_sync(bar, nr_threads);
+		}
+#pragma unroll
+		for (int u = 0; u < U; u++) {
+			const uint32_t e = e0 + 32 * u;
+			float inv = r[u].l > 0.f ? 1.f / r[u].l : r[u].l;
+
+			if (e < hi && way == 0)
+				out_store4(p,
+					   ROW(p, s, hbs, e / (D / 4)) +
+						   4 * (e % (D / 4)),
+					   make_float4(r[u].o.x * inv, r[u].o.y * inv,
+						       r[u].o.z * inv, r[u].o.w * inv));
+		}
+	}
+}
+
+/* Merge slice @slice of @nr_slices: with few parts more values at once. */
+template <int D, plan_row_off ROW, int WIDE>
+KVK_DEV void plan_merge(const struct attn_params &p, const struct plan_seg &s,
 			uint32_t hbs, uint32_t rows, uint32_t slice, uint32_t nr_slices,
 			struct plan_part *scratch, int tid, int bar, int nr_threads)
 {
-	const uint32_t total = rows * (D / 4), lane = tid & 31, warp = tid / 32;
+	const uint32_t total = rows * (D / 4);
 	const uint32_t lo = slice * total / nr_slices,
 		       hi = (slice + 1) * total / nr_slices;
-	const uint32_t ways = s.nr_parts <= PLAN_BATCH ? 1 : s.nr_parts <= 40 ? 4 : 8;
-	const uint32_t teams = nr_threads / 32 / ways, way = warp % ways;
+	const uint32_t ways = s.nr_parts <= 10 ? 1 : s.nr_parts <= 40 ? 4 : 8;
 
-	for (uint32_t at = lo; at < hi; at += 32 * teams) {
-		/* warps left over by the teams stay idle */
-		uint32_t e = warp < teams * ways ? at + (warp / ways) * 32 + lane : hi;
-		uint32_t row = e / (D / 4);
-		struct plan_part r = {};
-
-		if (e < hi)
-			r = plan_read(p, s, slot_o_off(rows), row, e, way, ways);
-		if (ways > 1) {
-			scratch[warp * 32 + lane] = r;
-			bar_sync(bar, nr_threads);
-			for (uint32_t w = 1; w < ways && way == 0 && e < hi; w++) {
-				const struct plan_part *o =
-					&scratch[(warp + w) * 32 + lane];
-
-				part_add(r, o->o, o->m, o->l);
-			}
-			bar_sync(bar, nr_threads);
-		}
-		if (e < hi && way == 0) {
-			float inv = r.l > 0.f ? 1.f / r.l : r.l;
-
-			out_store4(p, ROW(p, s, hbs, row) + 4 * (e % (D / 4)),
-				   make_float4(r.o.x * inv, r.o.y * inv, r.o.z * inv,
-					       r.o.w * inv));
-		}
-	}
+	if (s.nr_parts <= 2 && hi - lo > (uint32_t)nr_threads)
+		plan_slice<D, ROW, 4 * WIDE, 2>(p, s, hbs, rows, lo, hi, 1, scratch, tid,
+						bar, nr_threads);
+	else if (s.nr_parts <= 5 && hi - lo > (uint32_t)nr_threads)
+		plan_slice<D, ROW, 2 * WIDE, 5>(p, s, hbs, rows, lo, hi, 1, scratch, tid,
+						bar, nr_threads);
+	else
+		plan_slice<D, ROW, WIDE, 10>(p, s, hbs, rows, lo, hi, ways, scratch, tid,
+					     bar, nr_threads);
 }
 
 /*
  * Finish this CTA's part of a split unit, at the end of the CTA. @total: arrivals that
- * make the unit; @scratch: [threads] plan_part and @flag in shared memory.
+ * make the unit; @scratch: [threads * WIDE] plan_part and @flag in shared memory. WIDE: 2 if
+ * there are registers for 20 slots at once.
  */
-template <int D, plan_row_off ROW>
+template <int D, plan_row_off ROW, int WIDE>
 KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending *pend,
 			 uint32_t hbs, uint32_t rows, uint32_t total,
 			 struct plan_part *scratch, uint32_t *flag, int tid, int bar,
@@ -341,23 +427,24 @@ KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending 
 	if (s.part < slices) {
 		if (tid == 0)
 			atomicMax(taken + s.part, epoch);
-		plan_slice<D, ROW>(p, s, hbs, rows, s.part, slices, scratch, tid, bar,
-				   nr_threads);
+		plan_merge<D, ROW, WIDE>(p, s, hbs, rows, s.part, slices, scratch, tid,
+					 bar, nr_threads);
 	}
-	if (!last)
-		return;
-	bar_sync(bar, nr_threads);
-	if (tid < 32) {
-		bool open = tid < slices && tid != s.part &&
-			    *(volatile uint32_t *)(taken + tid) < epoch;
+	for (uint32_t base = 0; last && base < slices; base += 32) {
+		bar_sync(bar, nr_threads);
+		if (tid < 32) {
+			const uint32_t i = base + tid;
+			bool open = i < slices && i != s.part &&
+				    *(volatile uint32_t *)(taken + i) < epoch;
 
-		*flag = __ballot_sync(~0u, open);
+			*flag = __ballot_sync(~0u, open);
+		}
+		bar_sync(bar, nr_threads);
+		for (left = *(volatile uint32_t *)flag; left; left &= left - 1)
+			plan_merge<D, ROW, WIDE>(p, s, hbs, rows, base + __ffs(left) - 1,
+						 slices, scratch, tid, bar, nr_threads);
+		bar_sync(bar, nr_threads);
 	}
-	bar_sync(bar, nr_threads);
-	for (left = *(volatile uint32_t *)flag; left; left &= left - 1)
-		plan_slice<D, ROW>(p, s, hbs, rows, __ffs(left) - 1, slices, scratch, tid,
-				   bar, nr_threads);
-	bar_sync(bar, nr_threads);
 }
 
 /* ------------------------------------------------------------------------- launcher side
@@ -373,6 +460,7 @@ struct plan_shape {
 			     0 */
 	uint32_t row_dim; /* values of an output row */
 	uint32_t hbs_force; /* bench: 0 = choose */
+	uint32_t tiles_min; /* of a CTA: less is not worth a part */
 };
 
 size_t plan_workspace(const struct kvk_attn_args *a, const struct plan_shape *s,

@@ -272,12 +272,16 @@ int kvb_init(struct kvb_ctx *ctx)
 
 bool kvb_selected(const struct kvb_ctx *ctx, const char *name, const char *shape)
 {
-	char both[2 * KVB_NAME_MAX + 2];
+	char both[2 * KVB_NAME_MAX + 2], want[256], *at = want, *one;
 
 	if (!ctx->filter)
 		return true;
 	snprintf(both, sizeof(both), "%s %s", name, shape);
-	return strstr(both, ctx->filter) != NULL;
+	snprintf(want, sizeof(want), "%s", ctx->filter);
+	while ((one = strsep(&at, "|"))) /* alternatives */
+		if (strstr(both, one))
+			return true;
+	return false;
 }
 
 static double row_floor(const struct kvb_ctx *ctx, const struct kvb_row *r)

@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define POOL_BYTES (28ull << 30)
+#define POOL_BYTES (33ull << 30)
 #define POOL_MIN   (9ull << 30)
 #define NR_LAYERS  4u
 #define STEP	   7u
@@ -193,6 +193,36 @@ static const struct model models[] = {
 	  {64, 9216, 179, 163},
 	  {128, 4096, 151, 146},
 	  {128, 8192, 296, 285}}},
+	{"mla bf16 64 fast",
+	 ML,
+	 BF,
+	 KV_SCALE_NONE,
+	 0,
+	 64,
+	 KVK_ATTN_FAST,
+	 {{1, 4096, 17.3, 10},
+	  {1, 131072, 63.2, 42},
+	  {8, 8192, 34.7, 24},
+	  {32, 8192, 89.6, 76},
+	  {64, 9216, 179, 163},
+	  {128, 4096, 151, 146},
+	  {128, 8192, 296, 285}}},
+	{"mla fp8 64 loads",
+	 ML,
+	 E4,
+	 TK,
+	 0,
+	 64,
+	 KVK_ATTN_LOADS,
+	 {{1, 4096, 0, 0}, {8, 8192, 0, 0}, {64, 9216, 0, 0}, {128, 8192, 0, 0}}},
+	{"mla bf16 64 loads",
+	 ML,
+	 BF,
+	 KV_SCALE_NONE,
+	 0,
+	 64,
+	 KVK_ATTN_LOADS,
+	 {{1, 4096, 0, 0}, {8, 8192, 0, 0}, {64, 9216, 0, 0}, {128, 8192, 0, 0}}},
 	{"mla fp8 8 loads",
 	 ML,
 	 E4,
@@ -452,7 +482,8 @@ static int run_line(struct kvb_ctx *ctx, const struct model *m, const struct lin
 		row.err = check(ctx, &c,
 				(size_t)ln->batch * m->q_heads *
 					(m->kind == ML ? 512 : 128));
-		if (!(row.err <= 2e-3))
+		/* P in one part is as exact as the bf16 output */
+		if (!(row.err <= (m->flags & KVK_ATTN_FAST ? 3e-3 : 2e-3)))
 			ctx->failed = true;
 	}
 	if (!r)
@@ -496,7 +527,7 @@ int kvb_kernels_attn(struct kvb_ctx *ctx)
 		g->shift = 0;
 		g->extent_bytes = g->stride_bytes;
 		g->nr_pages =
-			(uint32_t)((m->dtype == BF ? POOL_BYTES : POOL_BYTES * 3 / 4) /
+			(uint32_t)((m->dtype == BF ? POOL_BYTES : POOL_BYTES * 2 / 3) /
 				   g->stride_bytes);
 		if (refill)
 			fill_pool(ctx, &pages);

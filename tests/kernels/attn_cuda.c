@@ -285,6 +285,7 @@ KVT_TEST_T(long_requests_are_split_and_merged, 120)
 	check_long(&l, 64);
 	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 1);
 	check_long(&l, 8);
+	check_long(&l, 64);
 }
 
 static void check_reruns(const struct kv_layout *l, u32 heads)
@@ -316,6 +317,7 @@ KVT_TEST_T(reruns_are_bit_equal, 120)
 	check_reruns(&l, 64);
 	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 2);
 	check_reruns(&l, 16);
+	check_reruns(&l, 64);
 }
 
 /* Request @bad fails: NaN there, the others as the reference has them. */
@@ -349,6 +351,90 @@ KVT_TEST_T(failed_verdict_gives_nan_and_disturbs_nobody, 120)
 	check_failed(&l, 64, 4);
 	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 2);
 	check_failed(&l, 8, 9);
+	check_failed(&l, 64, 4);
+}
+
+/* The check kernel passed a request that it should not have: still no page is read. */
+enum wrong { WRONG_ROW, WRONG_LENGTH };
+
+static void check_wrong(const struct kv_layout *l, u32 heads, u32 bad, enum wrong what)
+{
+	struct world w;
+	size_t per, at;
+
+	world_init(&w, l, heads, PAGES_MIXED, lengths_mixed, q_ones, NR_MIXED);
+	run_host(&w, heads, l->nr_layers - 1);
+	if (what == WRONG_ROW) { /* memory is there, but the pool ends before */
+		u32 top = 0;
+
+		for (u32 i = 1; i < w.f.batch.row_start[NR_MIXED]; i++)
+			top = w.f.rows[i].pfn > w.f.rows[top].pfn ? i : top;
+		w.f.pages.geometry.nr_pages = w.f.rows[top].pfn;
+		for (bad = 0; w.f.batch.row_start[bad + 1] <= top; bad++)
+			;
+	} else {
+		u32 nr_rows = w.f.batch.row_start[bad + 1] - w.f.batch.row_start[bad];
+
+		w.f.lengths[bad] = nr_rows * KV_PAGE_TOKENS + 1;
+	}
+	upload(&w, heads, l->nr_layers - 1);
+	run_device(&w, 0, false);
+	per = w.nr_out / w.f.batch.nr_tokens;
+	at = bad * per;
+	KVT_EXPECT_EQ(kvt_nr_finite(w.out + at, per), 0);
+	memcpy(w.out + at, w.ref + at, per * sizeof(float));
+	expect_close(&w, "beside a wrong request", heads, bad, 1e-3);
+	world_fini(&w);
+}
+
+static void check_wrong_all(enum wrong what)
+{
+	struct kv_layout l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2, 8, 128);
+
+	check_wrong(&l, 96, 4, what); /* many parts, */
+	check_wrong(&l, 96, 6, what); /* one part */
+	l = kvt_layout_gqa(KV_DTYPE_BF16, KV_SCALE_NONE, 2, 1, 128);
+	check_wrong(&l, 12, 4, what);
+	l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2);
+	check_wrong(&l, 8, 4, what);
+	check_wrong(&l, 16, 6, what);
+	check_wrong(&l, 64, 4, what);
+	check_wrong(&l, 64, 6, what);
+	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 2);
+	check_wrong(&l, 8, 4, what);
+	check_wrong(&l, 64, 4, what);
+}
+
+KVT_TEST_T(row_outside_the_pool_is_never_read, 120)
+{
+	check_wrong_all(WRONG_ROW);
+}
+
+KVT_TEST_T(length_beyond_the_rows_is_never_read, 120)
+{
+	check_wrong_all(WRONG_LENGTH);
+}
+
+/* Many failed requests in a row, between good ones, on few SMs' worth of work. */
+KVT_TEST_T(many_failed_requests_in_a_row, 120)
+{
+	static const u32 lengths[] = {65, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 900};
+	static const u32 q[] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+	struct kv_layout l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1);
+	struct world w;
+	size_t per;
+
+	world_init(&w, &l, 64, 40, lengths, q, 16);
+	run_host(&w, 64, 0);
+	for (u32 r = 1; r < 15; r++)
+		w.f.verdicts[r].bits = KV_BAD_GEN;
+	upload(&w, 64, 0);
+	run_device(&w, 0, false);
+	per = w.nr_out / w.f.batch.nr_tokens;
+	KVT_EXPECT_EQ(kvt_nr_finite(w.out + per, 14 * per), 0);
+	memcpy(w.out + per, w.ref + per, 14 * per * sizeof(float));
+	expect_close(&w, "beside failed requests", 64, 0, 1e-3);
+	world_fini(&w);
 }
 
 KVT_TEST(shared_pages_are_read_by_both)
