@@ -41,14 +41,16 @@ enum kv_opcode {
 	KV_OP_ALLOC = 1,    /* -> kv_grant[nr], or magazine stock: cqe.nr = pages stocked */
 	KV_OP_FREE = 2,	    /* kv_page_ref[nr]; each on its own; cqe.nr freed; STALE: cqe.a = first */
 	KV_OP_SEAL = 3,	    /* kv_seal_arg + kv_seal_page[nr] + tokens[nr][64] -> kv_seal_ret[nr] */
-	KV_OP_LOOKUP = 4,   /* kv_lookup_arg + tokens[nr] -> kv_hit[]; cqe.nr = pages, pinned */
+	KV_OP_LOOKUP = 4,   /* kv_lookup_arg + tokens[nr] -> kv_hit[]; cqe.nr = pages, pinned;
+			     * cqe.a = pages behind them that are on their way from a tier */
 	KV_OP_PIN = 5,	    /* kv_page_ref[nr], all or nothing; one more reference each */
 	KV_OP_UNPIN = 6,    /* kv_page_ref[nr], each on its own as FREE */
 	KV_OP_FORK = 7,	    /* kv_page_ref[nr] (held by the session) -> kv_grant[nr], all or nothing */
 	KV_OP_REPORT = 8,   /* kv_incident */
 	KV_OP_STAT = 9,	    /* -> kv_stat */
 	KV_OP_UNMAPPED = 10, /* kv_extent_ref: acknowledges EXTENT_REMOVED */
-	KV_OP_PREFETCH = 11, /* needs a tier; -EOPNOTSUPP without one */
+	KV_OP_PREFETCH = 11, /* as LOOKUP, waits for what a tier has and pins nothing: cqe.nr =
+			      * pages a LOOKUP would find; -EOPNOTSUPP without a tier */
 	KV_OP_NR
 };
 

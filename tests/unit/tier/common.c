@@ -27,9 +27,10 @@ static void scratch_empty(const char *path)
 	rmdir(path);
 }
 
-void scratch_begin(void)
+void scratch_begin(const char *base)
 {
-	strcpy(dir, "/tmp/kvmd-tier-XXXXXX");
+	snprintf(dir, sizeof(dir), "%s/kvmd-tier-XXXXXX",
+		 access(base, W_OK) ? "/tmp" : base);
 	KVT_EXPECT(mkdtemp(dir));
 }
 
