@@ -185,6 +185,16 @@ KVT_TEST(budgets_are_kept)
 	sp.acct[2].max_bytes = 0;
 	KVT_EXPECT_EQ(fill(&sp, 9999, 2, 20480), KVD_SLOT_NONE);
 	kvd_space_fini(&sp);
+
+	/* All of it is promised to one: nobody else gets a slot, of whatever size. */
+	space_make(&sp, 2 << 20, 3);
+	sp.acct[1].min_bytes = 2 << 20;
+	for (u32 i = 0; i < 102; i++)
+		KVT_EXPECT(fill(&sp, i, 1, 20480) != KVD_SLOT_NONE);
+	KVT_EXPECT_EQ(fill(&sp, 9999, 2, 20480), KVD_SLOT_NONE);
+	KVT_EXPECT_EQ(fill(&sp, 9999, 2, 400 << 10), KVD_SLOT_NONE);
+	KVT_EXPECT_EQ(sp.acct[1].nr, 102);
+	kvd_space_fini(&sp);
 }
 
 KVT_TEST(another_size_takes_a_whole_segment)
