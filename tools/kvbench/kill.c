@@ -552,6 +552,7 @@ int kvb_kill(int argc, char **argv)
 	list = cJSON_AddArrayToObject(o, "rows");
 	r = run(&s, list);
 	kvc_close(s.c);
+	s.m->ops->close(s.m);
 	eng_private_kvmd_stop(&s.kvmd);
 	if (opt.json)
 		kvb_json_print(o);
