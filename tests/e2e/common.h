@@ -55,11 +55,13 @@ void rig_prompt(u32 seed, u32 *ret_ids, u32 nr);
  * struct trace - everything a request produced, for byte-wise comparison
  * @tokens: ids
  * @hashes: one hash per token over the bytes of its whole logits row
+ * @leads: how far the best logit of the row is above the second
  */
 struct trace {
 	u32 nr;
 	u32 tokens[RIG_TOKENS_MAX];
 	u64 hashes[RIG_TOKENS_MAX];
+	float leads[RIG_TOKENS_MAX];
 	u32 vocab;
 	struct eng_result res; /* when done */
 	bool done;
@@ -69,9 +71,23 @@ struct trace {
 struct eng_request *trace_submit(struct eng_engine *e, struct trace *t, const u32 *prompt,
 				 u32 nr_prompt, u32 max_tokens, bool no_prefix);
 
-/** trace_expect_equal() - same tokens from bit-equal logits; on a GPU, where the order of
- * sums depends on the batch, same tokens */
+/**
+ * trace_expect_equal() - same tokens from bit-equal logits
+ *
+ * On a GPU the order of sums depends on the batch: there, same tokens as far as the choice
+ * was clear. Where the best logit led by less than RIG_LEAD_MIN, texts may part.
+ */
+#define RIG_LEAD_MIN 0.5f
 void trace_expect_equal(const struct trace *a, const struct trace *b, const char *what);
+
+/** trace_expect_begins() - the same for the first @nr tokens, which both must have */
+void trace_expect_begins(const struct trace *a, const struct trace *b, u32 nr,
+			 const char *what);
+
+/** rig_page_get(), rig_page_put() - bytes of an engine's page, wherever they are; nobody
+ * may be computing on it */
+void rig_page_get(struct eng_engine *e, u32 pfn, u64 off, void *dst, u64 bytes);
+void rig_page_put(struct eng_engine *e, u32 pfn, u64 off, const void *src, u64 bytes);
 
 /** rig_turns() - turn until @r has @nr_tokens tokens or is DONE */
 void rig_turns(struct eng_engine *e, struct eng_request *r, u32 nr_tokens);

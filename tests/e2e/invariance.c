@@ -194,7 +194,8 @@ KVT_TEST(one_flipped_byte_changes_the_next_logits)
 	struct kv_grant pages[8];
 	struct eng_request *r;
 	struct eng_engine *e;
-	u8 *byte;
+	u8 byte;
+	u64 at;
 
 	rig_kvmd(&rig, NULL);
 	rig_model(&rig, "tiny-k2", ENG_WEIGHTS_AS_IS);
@@ -204,9 +205,10 @@ KVT_TEST(one_flipped_byte_changes_the_next_logits)
 	r = trace_submit(e, &dirty, prompt, PROMPT, NEW, false);
 	rig_turns(e, r, 5);
 	KVT_EXPECT_EQ(eng_request_pages(r, pages, 8), 3);
-	byte = kvc_page_addr(eng_engine_pool(e), pages[1].pfn);
-	byte += kv_mla_latent_off(eng_engine_layout(e), 17) + 3;
-	*byte ^= 0x40;
+	at = kv_mla_latent_off(eng_engine_layout(e), 17) + 3;
+	rig_page_get(e, pages[1].pfn, at, &byte, 1);
+	byte ^= 0x40;
+	rig_page_put(e, pages[1].pfn, at, &byte, 1);
 	rig_run(e);
 	KVT_EXPECT_EQ(dirty.nr, clean.nr);
 	for (u32 i = 0; i < 5; i++)

@@ -6,6 +6,7 @@
 #include "tests/ipc/common.h"
 
 #include <sys/prctl.h>
+#include <sys/syscall.h>
 
 static struct eng_private_kvmd kvmd;
 static struct kvc *c;
@@ -35,6 +36,7 @@ struct victim {
 	int ready[2];
 	bool in_step;
 	bool child; /* forks one that lives on */
+	bool raw;   /* without the library's handler, which closes devices in the child */
 	pid_t child_pid;
 };
 
@@ -58,7 +60,7 @@ static int victim_run(void *arg)
 		kvc_step_launched(step);
 	}
 	if (v->child) {
-		pid = fork();
+		pid = v->raw ? (pid_t)syscall(SYS_fork) : fork();
 		if (!pid) {
 			for (;;)
 				pause();
@@ -138,7 +140,7 @@ KVT_TEST(killed_in_a_step_is_over_when_nvml_says_so)
 /* cases O19, facts F-fork-gpu: the socket and the pidfd fire, and the kernel writes on. */
 KVT_TEST(o19_fork_keeps_gpu_work_alive)
 {
-	struct victim v = {.in_step = true, .child = true};
+	struct victim v = {.in_step = true, .child = true, .raw = true};
 	pid_t pid;
 
 	start();
@@ -149,6 +151,23 @@ KVT_TEST(o19_fork_keeps_gpu_work_alive)
 	kill(v.child_pid, SIGKILL);
 	expect_within(in_quarantine() == 0, 1000);
 	KVT_EXPECT(!status_has("GPU_WORK_UNPROVEN"));
+	stop();
+}
+
+/* The library's fork handler closes the devices, so the child holds nothing up. */
+KVT_TEST(o19_forked_child_lets_go_of_the_gpu)
+{
+	struct victim v = {.in_step = true, .child = true};
+	pid_t pid;
+
+	if (!ipc_on_card())
+		KVT_SKIP("the fake driver has no device files");
+	start();
+	pid = victim(&v);
+	watch();
+	kill_it(pid);
+	expect_within(in_quarantine() == 0 && status_has("\"sessions\":1,"), 1000);
+	kill(v.child_pid, SIGKILL);
 	stop();
 }
 

@@ -193,6 +193,7 @@ KVT_TEST(running_kvmd_is_looked_at)
 {
 	char args[200];
 
+	ipc_need_fake();
 	setenv("KVT_BACKEND", "cuda", 1);
 	ipc_start(&kvmd, NULL);
 	expect_within(strstr(ipc_admin(&kvmd, "{\"op\":\"status\"}"), "ready"), 3000);

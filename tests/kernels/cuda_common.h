@@ -30,34 +30,37 @@ static inline const struct kvk_ops *gpu_ops(void)
 }
 
 /*
- * KVT_SANITIZER: under compute-sanitizer, which shall see what the canary would hide:
- * memory of the very size, nothing written before the kernels. KVT_SANITIZER=short is the
- * control that it sees anything: what kernels write to is an eighth too small.
+ * KVT_SANITIZER: under compute-sanitizer, which shall see what the canary would hide, memory
+ * is of the very size. "initcheck": and nothing is written to it before the kernels.
+ * "short" is the control that errors are seen: what kernels write to is an eighth too small.
  */
-static inline bool gpu_sanitized(bool *ret_short)
+static inline bool gpu_sanitizer(const char *what)
 {
 	const char *env = getenv("KVT_SANITIZER");
 
-	*ret_short = env && !strcmp(env, "short");
-	return env != NULL;
+	return env && (!what || !strcmp(env, what));
 }
 
 static inline size_t gpu_canary_bytes(void)
 {
-	bool is_short;
+	return gpu_sanitizer(NULL) ? 0 : 256;
+}
 
-	return gpu_sanitized(&is_short) ? 0 : 256;
+/* What no kernel wrote to is still 0xff. */
+static inline bool gpu_poisoned(void)
+{
+	return !gpu_sanitizer("initcheck");
 }
 
 /* Device memory of @bytes, and a canary behind it; all 0xff (NaN in every dtype). */
 static inline void *gpu_alloc(size_t bytes)
 {
-	bool is_short, sanitized = gpu_sanitized(&is_short);
-	size_t room = bytes + gpu_canary_bytes() - (is_short ? bytes / 8 : 0);
+	size_t room =
+		bytes + gpu_canary_bytes() - (gpu_sanitizer("short") ? bytes / 8 : 0);
 	void *p = NULL;
 
 	CU(cudaMalloc(&p, room + !room));
-	if (!sanitized)
+	if (gpu_poisoned())
 		CU(cudaMemset(p, 0xff, room));
 	return p;
 }

@@ -1,0 +1,57 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# sanitize - the kernel tests of this bundle under compute-sanitizer, on a machine with a GPU.
+#
+# usage: sanitize [TOOL...]     memcheck, racecheck, initcheck [all three]
+#
+# Each program in one process (-f) on memory of the very size (KVT_SANITIZER). A control shows
+# that errors are seen: what kernels write to is too small, and memcheck must say so. Prints a
+# line per tool and program; logs lie in sanitize.log/. Ends with "N clean, N with findings".
+set -u
+cd "$(dirname "$0")" || exit 2
+command -v compute-sanitizer >/dev/null || { echo "sanitize: no compute-sanitizer" >&2; exit 2; }
+export REQUIRE_GPU=1
+[ $# -gt 0 ] || set -- memcheck racecheck initcheck
+mkdir -p sanitize.log
+rm -f sanitize.log/*
+
+one() { # TOOL PROGRAM
+	log=sanitize.log/$1-${2##*/}
+	cases=
+	# each hazard costs racecheck time: two cases have every kernel in them
+	[ "$1 ${2##*/}" != "racecheck attn_cuda" ] || cases="shared_* failed_*"
+	set -f
+	# shellcheck disable=SC2086
+	KVT_SANITIZER=$1 timeout 240 compute-sanitizer --tool "$1" --error-exitcode 99 \
+		"$2" -f $cases >"$log" 2>&1
+	rc=$?
+	n=$(grep -c '^ok ' "$log")
+	said=$(grep 'SUMMARY' "$log" | tail -1 | sed 's/^=* *//')
+	state=FINDINGS
+	[ $rc -ne 0 ] || state=clean
+	if [ "$1" = racecheck ] && [ $rc -eq 99 ] && grep -q 'Race reported' "$log" &&
+		! grep 'Race reported' "$log" | grep -qvF "$known"; then
+		state=unjudged
+	fi
+	echo "$state $1 ${2##*/}: $n cases, $said, exit $rc" | tee "$log.line"
+}
+
+known=$(grep -v '^#' racecheck.known)
+for tool in "$@"; do
+	for prog in $(grep '^tests/kernels/' gpu-tests); do
+		one "$tool" "$prog" &
+	done
+	wait
+done
+KVT_SANITIZER=short timeout 60 compute-sanitizer --tool memcheck tests/kernels/cuda_pages \
+	-f cuda_append_is_the_reference >sanitize.log/control 2>&1
+if grep -q 'Invalid __global__ write' sanitize.log/control; then
+	echo "control: a store past the end is seen"
+else
+	echo "FINDINGS control: a store past the end is NOT seen" | tee sanitize.log/control.line
+fi
+good=$(cat sanitize.log/*.line | grep -c ^clean)
+unjudged=$(cat sanitize.log/*.line | grep -c ^unjudged)
+bad=$(cat sanitize.log/*.line | grep -c ^FINDINGS)
+echo "$good clean, $unjudged unjudged, $bad with findings"
+[ "$bad" -eq 0 ]
