@@ -60,6 +60,7 @@ static int side_open(struct side *s, const char *model, const char *check, u32 b
 	};
 	struct eng_err err = {{0}};
 
+	s->scene.device = ENG_DEVICE_HOST;
 	if (kvb_scene_open(&s->scene, model, NULL, "bf16", NULL, check))
 		return 1;
 	opt.socket_path = s->scene.socket_path;

@@ -173,6 +173,7 @@ static struct eng_engine *make_engine(struct inject_run *run, u32 kv, bool no_se
 	struct eng_options opt = {
 		.size_bytes = sizeof(opt),
 		.kv = kv,
+		.device = run->scene->device,
 		.socket_path = run->scene->socket_path,
 		.client_name = "kvbench-inject",
 		.no_prefix = true,
@@ -324,7 +325,7 @@ static cJSON *row_json(const struct row *row, const struct inject_run *run,
 struct inject_args {
 	const char *model, *text, *weights, *socket, *check, *only;
 	const char *prompts[2]; /* victim's and other's own texts, or NULL */
-	u32 kv;
+	u32 kv, device;
 	bool json, texts;
 };
 
@@ -333,6 +334,7 @@ static int usage(void)
 	fprintf(stderr,
 		"usage: kvbench inject [--model DIR] [--text FILE] [--weights bf16|fp8|int4-g32|int4-g128]\n"
 		"       [--kv bf16|fp8] [--check batch|off] [--only NAME] [--texts] [--json] [--socket PATH]\n"
+		"       [--device host|cuda]\n"
 		"       [--prompt TEXT] [--other-prompt TEXT]   repeated to fill three pages and a tail\n"
 		"Each fault against a kvmd (a private one without --socket, where --check applies).\n");
 	return 2;
@@ -346,7 +348,8 @@ static int parse(int argc, char **argv, struct inject_args *a)
 		{"check", 1, 0, 'c'},	{"only", 1, 0, 'o'},
 		{"prompt", 1, 0, 'p'},	{"other-prompt", 1, 0, 'q'},
 		{"texts", 0, 0, 'T'},	{"json", 0, 0, 'j'},
-		{"socket", 1, 0, 's'},	{0, 0, 0, 0},
+		{"socket", 1, 0, 's'},	{"device", 1, 0, 'd'},
+		{0, 0, 0, 0},
 	};
 	int c, kv;
 
@@ -384,6 +387,15 @@ static int parse(int argc, char **argv, struct inject_args *a)
 			break;
 		case 's':
 			a->socket = optarg;
+			break;
+		case 'd':
+			if (strcmp(optarg, "host") && strcmp(optarg, "cuda")) {
+				fprintf(stderr, "kvbench: --device %s: host or cuda\n",
+					optarg);
+				return 2;
+			}
+			a->device = strcmp(optarg, "cuda") ? ENG_DEVICE_HOST
+							   : ENG_DEVICE_CUDA;
 			break;
 		case 'k':
 			kv = eng_kv_parse(optarg);
@@ -444,6 +456,7 @@ int kvb_inject(int argc, char **argv)
 
 	if (r)
 		return r;
+	scene.device = a.device;
 	if (kvb_scene_open(&scene, a.model, a.text, a.weights, a.socket, a.check))
 		return 1;
 	for (u32 i = VICTIM; !r && i <= OTHER; i++)

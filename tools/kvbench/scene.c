@@ -83,13 +83,21 @@ static int load_prompts(struct kvb_scene *s, const char *model_dir, const char *
 int kvb_scene_open(struct kvb_scene *s, const char *model_dir, const char *text_path,
 		   const char *weights, const char *socket_path, const char *check)
 {
-	const char *args[] = {"--check", check, NULL};
+	const char *args[] = {"--check",
+			      check,
+			      "--backend",
+			      s->device == ENG_DEVICE_CUDA ? "cuda" : "host",
+			      s->device == ENG_DEVICE_CUDA ? "--gpu-bytes" : NULL,
+			      "2GiB",
+			      NULL};
 	struct eng_model_options opt = {0};
 	struct eng_err err = {{0}};
+	u32 device = s->device;
 	char line[512] = "";
 	int r;
 
 	memset(s, 0, sizeof(*s));
+	s->device = device;
 	r = eng_weights_parse(weights);
 	if (r < 0) {
 		fprintf(stderr, "kvbench: --weights %s: unknown\n", weights);

@@ -17,6 +17,7 @@
  * @prompts: [KVB_PROMPTS][KVB_PROMPT_TOKENS] ids, each from another document
  * @kvmd: private daemon, if @own_kvmd
  * @socket_path: where engines connect
+ * @device: enum eng_device of engines and private kvmd; set before kvb_scene_open()
  */
 struct kvb_scene {
 	struct eng_model *model;
@@ -24,6 +25,7 @@ struct kvb_scene {
 	struct eng_private_kvmd kvmd;
 	bool own_kvmd;
 	const char *socket_path;
+	u32 device;
 };
 
 /**
