@@ -548,13 +548,13 @@ static void send_close(struct kvc_pool *pool, struct kvc_link *link)
 }
 
 /* No step names the pool. Addresses that the driver does not give up stay ours. */
-static void unreserve(struct kvc_pool *pool)
+static int unreserve(struct kvc_pool *pool)
 {
 	int r = 0;
 
 	if (!pool->gpu) {
 		munmap(pool->base, pool->va_bytes);
-		return;
+		return 0;
 	}
 	for (u32 i = 0; i < pool->nr_extents; i++)
 		if (pool->extents[i].state == KVC_EXTENT_MAPPED ||
@@ -565,6 +565,7 @@ static void unreserve(struct kvc_pool *pool)
 	if (r)
 		kvc_log(pool->c, KVC_LOG_ERR, "pool %u: %s", pool->pool_id,
 			kvc_strerror(pool->c));
+	return r;
 }
 
 /** kvc_pool_destroy_locked() - tell kvmd, unmap, forget */
@@ -580,13 +581,16 @@ void kvc_pool_destroy_locked(struct kvc_pool *pool)
 	kvc_events_drop_pool_locked(c, pool);
 	if (!link->gone)
 		kvc_ring_forget_pool(&link->ring, pool);
+	/* POOL_CLOSE says that no handle is open: kvmd may free the memory. */
+	if (pool->base && pool->backend == KV_BACKEND_CUDA_LEGACY && unreserve(pool))
+		pool->opened = false;
 	send_close(pool, link);
 	for (struct kvc_link *l = attached ? link : NULL; l; l = l->older)
 		drop_table(pool, l);
 	for (u32 i = 0; i < pool->nr_extents; i++)
 		if (pool->extents[i].fd >= 0)
 			close(pool->extents[i].fd);
-	if (pool->base)
+	if (pool->base && pool->backend != KV_BACKEND_CUDA_LEGACY)
 		unreserve(pool);
 	kvc_pool_free_memory(pool);
 }

@@ -449,6 +449,26 @@ static bool session_drop(struct kvd_session *s, u32 *budget)
 	return true;
 }
 
+/*
+ * Memory behind a legacy handle may not be freed while a process has it open, and one whose
+ * session ended lives on with it: its end is waited for, not only its steps'. (A descriptor's
+ * importer holds the memory itself.)
+ */
+static bool holds_handles(const struct kvd_session *s)
+{
+	if (!kvd_backend_one_extent(&s->core->mm.limits) || s->reader.gone ||
+	    KV_MUTANT(legacy_freed_open))
+		return false;
+	for (u32 p = 0; p < KV_POOLS_MAX; p++) {
+		const struct kvd_attach *a = &s->attach[p];
+
+		for (u32 i = 0; a->pool && i < a->pool->nr_extents; i++)
+			if (extent_given(a, i))
+				return true;
+	}
+	return false;
+}
+
 bool kvd_session_turn(struct kvd_core *core)
 {
 	struct kvd_session *s, *tmp;
@@ -466,7 +486,7 @@ bool kvd_session_turn(struct kvd_core *core)
 		}
 		if (!kvd_reader_quiet(&s->reader))
 			kvd_reader_scan(&core->mm, &s->reader);
-		if (kvd_reader_quiet(&s->reader))
+		if (kvd_reader_quiet(&s->reader) && !holds_handles(s))
 			session_reap(s);
 	}
 	return more;

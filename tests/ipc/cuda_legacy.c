@@ -5,6 +5,8 @@
  */
 #include "tests/ipc/common.h"
 
+#include <sys/socket.h>
+
 #include "base/cuda_syms.h"
 #include "tests/fake/fake.h"
 
@@ -38,6 +40,27 @@ static bool status_has(const char *what)
 
 	free(text);
 	return has;
+}
+
+static void temp_dir(char *path)
+{
+	strcpy(path, "/tmp/kvt-legacy-XXXXXX");
+	KVT_EXPECT(mkdtemp(path));
+}
+
+static void write_file(const char *path, const char *text)
+{
+	FILE *f = fopen(path, "we");
+
+	KVT_EXPECT(f && fputs(text, f) >= 0 && !fclose(f));
+}
+
+static void remove_dir(const char *dir)
+{
+	char command[200];
+
+	snprintf(command, sizeof(command), "rm -rf %s", dir);
+	KVT_EXPECT_EQ(system(command), 0);
 }
 
 #define STATUS "{\"op\":\"status\"}"
@@ -102,6 +125,69 @@ KVT_TEST(legacy_extent_goes_after_its_last_importer)
 	ipc_stop(&kvmd);
 }
 
+/* The connection goes, the process and what it has open stay. */
+static void lose_connection(void)
+{
+	int type, hung_up = 0;
+	socklen_t len;
+
+	for (int fd = 3; fd < 256; fd++) {
+		len = sizeof(type);
+		if (!getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &len) &&
+		    type == SOCK_SEQPACKET)
+			hung_up += !shutdown(fd, SHUT_RDWR);
+	}
+	KVT_EXPECT(hung_up);
+}
+
+/* Its only session ends; it goes on with its handle open until it is told to end. */
+static int loser(void *arg)
+{
+	struct kvc *c = ipc_connect(&kvmd);
+	struct kvc_pool *pool;
+	int *end = arg;
+	char byte;
+
+	ipc_gpu_context(0);
+	pool = ipc_pool(c);
+	if (!kvc_page_addr(pool, 0))
+		return 1;
+	lose_connection();
+	return read(end[0], &byte, 1) == 1 ? 0 : 2;
+}
+
+KVT_TEST(legacy_handle_of_a_lost_session_is_waited_for)
+{
+	char dir[64], config[128], text[512];
+	const char *const args[] = {"--backend", "cuda-legacy", "--config", config, NULL};
+	int end[2];
+	pid_t pid;
+
+	temp_dir(dir);
+	snprintf(config, sizeof(config), "%s/kvmd.json", dir);
+	snprintf(text, sizeof(text),
+		 "{\"pool\":{\"idle_shrink_ms\":1},"
+		 "\"tenants\":[{\"name\":\"a\",\"uids\":[%u]}]}",
+		 getuid());
+	write_file(config, text);
+	start(args);
+	KVT_EXPECT_EQ(pipe(end), 0);
+	pid = ipc_child_with(loser, end, sizeof(end));
+	expect_within(number_in(STATUS, "\"extent_bytes\":") > 0, 5000);
+	expect_within(number_in(STATUS, "\"sessions\":") == 1, 5000);
+	usleep(2500000);
+	/* It would be freed by now, if the steps of the session were all that counts. */
+	KVT_EXPECT(number_in(STATUS, "\"extent_bytes\":") > 0);
+	KVT_EXPECT_EQ(number_in(STATUS, "\"starts\":"), 1);
+	KVT_EXPECT_EQ(number_in(STATUS, "\"deaths\":"), 0);
+	KVT_EXPECT_EQ(write(end[1], "x", 1), 1);
+	KVT_EXPECT_EQ(ipc_wait(pid), 0);
+	expect_within(number_in(STATUS, "\"extent_bytes\":") == 0, 8000);
+	KVT_EXPECT_EQ(number_in(STATUS, "\"deaths\":"), 0);
+	ipc_stop(&kvmd);
+	remove_dir(dir);
+}
+
 /* ------------------------------------------------------------------------ refusals */
 
 /* kvmd with @args; its output. Return: exit status */
@@ -118,27 +204,6 @@ static int run_kvmd(const char *args, char *ret_out, size_t room)
 	n = fread(ret_out, 1, room - 1, f);
 	ret_out[n] = 0;
 	return WEXITSTATUS(pclose(f));
-}
-
-static void temp_dir(char *path)
-{
-	strcpy(path, "/tmp/kvt-legacy-XXXXXX");
-	KVT_EXPECT(mkdtemp(path));
-}
-
-static void write_file(const char *path, const char *text)
-{
-	FILE *f = fopen(path, "we");
-
-	KVT_EXPECT(f && fputs(text, f) >= 0 && !fclose(f));
-}
-
-static void remove_dir(const char *dir)
-{
-	char command[200];
-
-	snprintf(command, sizeof(command), "rm -rf %s", dir);
-	KVT_EXPECT_EQ(system(command), 0);
 }
 
 static const char two_tenants[] = "{\"tenants\":["
