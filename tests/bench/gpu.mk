@@ -89,4 +89,7 @@ $(O)/kvmd-gpu.tar.xz: $(GB_FILES) tests/bench/check.sh tests/bench/sanitize.sh t
 	$(Q)tar -C $(O)/bundle --sort=name --owner=0 --group=0 --mtime=@0 -cf - kvmd-gpu | \
 		xz -T1 --lzma2=preset=$(BUNDLE_XZ),dict=64MiB >$@
 	@ls -l $@ | awk '{printf "  %s: %.2f MB\n", $$NF, $$5 / 1e6}'
+else
+bundle:
+	@echo "bundle: needs nvcc, the compiler of the CUDA toolkit" >&2; exit 1
 endif
