@@ -22,7 +22,7 @@ one() { # TOOL PROGRAM
 	[ "$1 ${2##*/}" != "racecheck attn_cuda" ] || cases="shared_* failed_*"
 	set -f
 	# shellcheck disable=SC2086
-	KVT_SANITIZER=$1 timeout 240 compute-sanitizer --tool "$1" --error-exitcode 99 \
+	KVT_SANITIZER=$1 timeout 240 compute-sanitizer --tool "$1" --error-exitcode 99 --print-limit 5000 \
 		"$2" -f $cases >"$log" 2>&1
 	rc=$?
 	n=$(grep -c '^ok ' "$log")
