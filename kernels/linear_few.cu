@@ -8,7 +8,7 @@
  * stands between a slot and its products. The first slots are requested before the kernel
  * in front has ended: two CTAs of different kernels fit on an SM, and a step's projections
  * follow each other without a gap in the stream. x comes from L2 to registers one block
- * ahead, once for FEW RT row tiles.
+ * ahead, once for RT row tiles.
  *
  * The order of a dot product is linear.cu's: chain c takes blocks c, c + 8, ... of 128
  * columns, the chains are added in turn. Where a matrix has fewer blocks than that, warps
