@@ -84,7 +84,8 @@ size_t kvk_moe_plain_workspace(const struct kvk_moe_args *a);
 size_t kvk_moe_workspace_cuda(const struct kvk_moe_args *a);
 
 /* The rest of a forward pass; contracts in kernels.h. linear: x, W and strides aligned to 16
- * bytes, cols a multiple of 8. */
+ * bytes, cols a multiple of 8; W may be read before the kernel in front of it has ended, and
+ * so may route's bias. */
 int kvk_linear_cuda(const struct kvk_linear_args *a, kvk_stream stream);
 int kvk_norm_cuda(const struct kvk_norm_args *a, kvk_stream stream);
 int kvk_rope_cuda(const struct kvk_rope_args *a, kvk_stream stream);
