@@ -228,16 +228,44 @@ static bool read_start(struct tier_op *op, const struct kvd_slot_name *name)
 	op->deadline_ns = t->core->mm.now_ns + t->p.read_deadline_ns;
 	if (kvd_fault(KVD_FAULT_tier_read_late))
 		op->deadline_ns = 1;
-	if (kvd_io_submit(t->store->io, &op->io)) {
-		kvd_space_drop(&t->dram, op->dram);
-		op->dram = KVD_SLOT_NONE;
-		return false;
-	}
 	kvd_space_get(sp, op->nvme);
-	op->reading = true;
 	op->from_nvme = true;
-	t->stats.reads++;
+	list_add_tail(&t->reads, &op->wait);
+	tier_reads_start(t);
 	return true;
+}
+
+void tier_reads_start(struct kvd_tiers *t)
+{
+	struct tier_op *op, *tmp;
+
+	list_for_each_entry_safe (op, tmp, &t->reads, wait) {
+		if (kvd_io_submit(t->store->io, &op->io))
+			return;
+		list_del(&op->wait);
+		list_init(&op->wait);
+		op->reading = true;
+		t->stats.reads++;
+	}
+}
+
+/* It waits for its turn on the disk and will not be read: the page stays where it is. */
+static void read_forget(struct tier_op *op)
+{
+	list_del(&op->wait);
+	list_init(&op->wait);
+	nvme_put(op, false);
+	kvd_space_drop(&op->t->dram, op->dram);
+	op->dram = KVD_SLOT_NONE;
+	restore_over(op);
+}
+
+void tier_reads_forget(struct kvd_tiers *t)
+{
+	struct tier_op *op, *tmp;
+
+	list_for_each_entry_safe (op, tmp, &t->reads, wait)
+		read_forget(op);
 }
 
 void tier_restore_deadlines(struct kvd_tiers *t)
@@ -245,9 +273,16 @@ void tier_restore_deadlines(struct kvd_tiers *t)
 	struct tier_op *op, *tmp;
 
 	list_for_each_entry_safe (op, tmp, &t->all, node) {
-		if (op->kind != OP_RESTORE || !op->reading || op->late ||
+		bool queued = op->from_nvme && op->nvme != KVD_SLOT_NONE && !op->reading;
+
+		if (op->kind != OP_RESTORE || (!op->reading && !queued) || op->late ||
 		    t->core->mm.now_ns < op->deadline_ns || KV_MUTANT(tier_no_deadline))
 			continue;
+		if (queued) {
+			t->stats.read_late++;
+			read_forget(op);
+			continue;
+		}
 		/* The disk still has its buffer: it goes on, and nobody waits for it. */
 		op->late = true;
 		t->stats.read_late++;

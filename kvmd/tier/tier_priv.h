@@ -11,7 +11,7 @@ enum op_kind { OP_FREE, OP_SPILL, OP_RESTORE, OP_WRITE };
 /**
  * struct tier_op - one page on its way
  * @node: free list; by age while under way (SPILL, RESTORE: @all, WRITE: @writing)
- * @wait: in a queue of copies, or in a batch
+ * @wait: in a queue of copies or reads, or in a batch
  * @serial: number, ascending
  * @pool_id, @pfn: frame; KVD_PFN_NONE: none yet, none any more
  * @dram, @nvme: slots; KVD_SLOT_NONE
@@ -80,6 +80,7 @@ struct kvd_tiers {
 	struct list_node all;	  /* SPILL and RESTORE, oldest first */
 	struct list_node writing; /* WRITE */
 	struct list_node late;	  /* RESTORE whose reader is not awaited */
+	struct list_node reads;	  /* RESTORE that waits for its turn on the disk */
 	struct list_node copies[2];
 	u32 nr_copies[2];
 	struct tier_batch batches[KVD_TIER_BATCHES];
@@ -115,6 +116,8 @@ void tier_spill_copied(struct tier_op *op);
 bool tier_restore(void *arg, const struct kvd_restore_ask *ask);
 void tier_restore_copied(struct tier_op *op);
 void tier_restore_deadlines(struct kvd_tiers *t);
+void tier_reads_start(struct kvd_tiers *t);
+void tier_reads_forget(struct kvd_tiers *t);
 
 /* write.c */
 void tier_writes_start(struct kvd_tiers *t);

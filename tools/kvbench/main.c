@@ -14,6 +14,7 @@
 #include "base/util.h"
 #include "engine/openmp.h"
 #include "tests/bench/mover_rate.h"
+#include "tests/bench/tier_rate.h"
 #include "tools/kvbench/inject.h"
 #include "tools/kvbench/mm.h"
 #include "tools/kvbench/rank.h"
@@ -48,6 +49,7 @@ static const struct {
 	{"scale", kvb_scale, "1 to 16 engines side by side: operations a second"},
 	{"inject", kvb_inject, "faults against a real kvmd: are they caught?"},
 	{"mover", kvb_mover, "GB/s between extents and pinned host memory"},
+	{"tier", kvb_tier, "GB/s of pages to a disk and back, beside the disk's own"},
 	{"check-cost", kvb_check_cost, "what the batch check adds to a decode step"},
 	{"race", kvb_race, "page re-issues between two engines: foreign bytes"},
 	{"kill", kvb_kill, "kill -9 of an engine in a step: what ends when"},
