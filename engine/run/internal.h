@@ -333,19 +333,15 @@ static inline void *eng_dev(const struct eng_engine *e, const void *p)
 
 /* step.c */
 int eng_step_run(struct eng_engine *e);
-int eng_step_queue(struct eng_engine *e, bool check);
 
 /* check.c */
 void eng_check_prepare(struct eng_engine *e);
-int eng_check_launch(struct eng_engine *e, bool fetch);
-bool eng_check_is_on(const struct eng_engine *e);
+int eng_check_launch(struct eng_engine *e);
 int eng_check_join(struct eng_engine *e);
 int eng_check_judge(struct eng_engine *e);
 bool eng_check_needs_judge(const struct eng_engine *e);
 int eng_step_upload(struct eng_engine *e);
 int eng_step_download(struct eng_engine *e);
-int eng_step_fetch(struct eng_engine *e, bool rows);
-int eng_step_give(struct eng_engine *e);
 
 /* call.c */
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * mem_cuda.cu - a GPU's memory, streams and graphs for the engine (see mem.h), and the
- * small kernels that are its own: rows copied, prompts scored, a step's data fetched.
+ * two small kernels that are its own: rows copied, prompts scored.
  *
  * CUDA's answers become errno here and go no further. Any error is -EIO, and is no
  * completion: what was queued may still run (design 5, P8), so the caller must not retire
@@ -22,9 +22,6 @@
 #define STAGE_BYTES   ((size_t)16 << 20)
 #define COPY_THREADS  256u
 #define SCORE_THREADS 256u
-#define FETCH_CTAS    32u
-#define FETCH_THREADS 256u
-#define FETCH_ILP     4u
 
 struct cuda_block {
 	struct cuda_block *next;
@@ -133,45 +130,6 @@ static int cuda_score(struct eng_mem *m, const struct eng_score_args *a)
 	if (!a->nr_rows)
 		return 0;
 	score_kernel<<<a->nr_rows, SCORE_THREADS, 0, cuda(m)->main>>>(*a);
-	return answer(cudaGetLastError());
-}
-
-/* A host's memory is microseconds away: the count first, then all of a piece at once. */
-__global__ void __launch_bounds__(FETCH_THREADS)
-	fetch_kernel(const __grid_constant__ struct eng_fetch_args a)
-{
-	const struct eng_piece &p = a.piece[blockIdx.y];
-	const size_t step = FETCH_CTAS * FETCH_THREADS;
-	size_t n = p.bytes, at = blockIdx.x * FETCH_THREADS + threadIdx.x;
-
-	if (p.count) {
-		size_t used = p.head + (size_t) * (const volatile u32 *)p.count * p.unit;
-
-		n = used < n ? used : n;
-	}
-	n = (n + 15) / 16;
-	for (; at < n; at += step * FETCH_ILP) {
-		uint4 v[FETCH_ILP];
-
-#pragma unroll
-		for (u32 k = 0; k < FETCH_ILP; k++)
-			if (at + k * step < n)
-				v[k] = ((const uint4 *)p.src)[at + k * step];
-#pragma unroll
-		for (u32 k = 0; k < FETCH_ILP; k++)
-			if (at + k * step < n)
-				((uint4 *)p.dst)[at + k * step] = v[k];
-	}
-}
-
-static int cuda_fetch(struct eng_mem *m, const struct eng_fetch_args *a)
-{
-	struct cuda_mem *c = cuda(m);
-
-	if (!a->nr)
-		return 0;
-	fetch_kernel<<<dim3(FETCH_CTAS, a->nr), FETCH_THREADS, 0,
-		       a->side ? c->side : c->main>>>(*a);
 	return answer(cudaGetLastError());
 }
 
@@ -373,7 +331,6 @@ static struct eng_mem_ops make_ops(void)
 	o.join = cuda_join;
 	o.copy = cuda_copy;
 	o.score = cuda_score;
-	o.fetch = cuda_fetch;
 	o.repack = cuda_repack;
 	o.packed_bytes = kvk_moe_packed_bytes;
 	o.graph_begin = cuda_graph_begin;
