@@ -1,50 +1,53 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * attn_prefill.cu - causal attention of chunks over their pages, on wgmma: GQA with head_dim
- * 64 or 128 over BF16 and FP8 pages, and expanded MLA (192 / 128). Chunks of at most 4
- * tokens go to the decode kernels, what is not built to attn_any.
+ * attn_prefill.cu - causal attention of chunks over their pages, on wgmma: GQA with
+ * head_dim 64 or 128 over BF16 and FP8 pages, and expanded MLA (192 / 128). Chunks of
+ * at most 4 tokens go to the decode kernels, what is not built to attn_any.
  *
  * Budget for a tile (128 query rows, 128 tokens, head_dim 128), in clocks of an SM:
  *
  * - matrix: 2 x 128 x 128 x 128 x 2 flops at 4,096 a clock: 2,048
  *
- * - shared memory at 128 bytes: K and V in 64 KB, Q as A operand 32 KB, K and V as B operand
- *	once per warpgroup 128 KB: 1,790
+ * - shared memory at 128 bytes: K and V in 64 KB, Q as A operand 32 KB, K and V as B
+ *	operand once per warpgroup 128 KB: 1,790
  *
- * - exponentials: 16,384 at 16 a clock: 1,024; all instructions: 420 a warp, two warps a
- *	scheduler: 840 issue slots
+ * - exponentials: 16,384 at 16 a clock: 1,024; all instructions: 420 a warp, two
+ *	warps a scheduler: 840 issue slots
  *
  * - L2: 64 KB a tile: 31 bytes a clock and SM
  *
- * So the matrix units are the wall, closely followed by shared memory, and everything else
- * has to run beside them.
+ * So the matrix units are the wall, closely followed by shared memory, and everything
+ * else has to run beside them.
  *
- * Rows: the query heads that share a kv head are packed, row = token x group + head: a short
- * chunk fills its tiles, all rows share K and V, and the causal border is at nearly the same
- * token for all of them.
+ * Rows: the query heads that share a kv head are packed, row = token x group + head:
+ * a short chunk fills its tiles, all rows share K and V, and the causal border is at
+ * nearly the same token for all of them.
  *
- * Roles: a warp that keeps two rings (K, V; two tiles each) full by tensor copies, one box of
- * 64 tokens x 64 values each, which land swizzled; a warp per consumer warpgroup for its
- * queries; two consumer warpgroups of 64 rows. S stays in registers, becomes P there and is
- * the A operand of P V. In a step Q K^T of tile j and P V of tile j - 1 are in flight
- * together, and the exponentials of tile j run beside P V; the warpgroups take turns to
- * issue, so that one's exponentials also run beside the other's products. FP8 pages: four
- * warps convert instead of one that copies (attn_prefill_fp8.cuh).
+ * Roles: a warp that keeps two rings (K, V; two tiles each) full by tensor copies,
+ * one box of 64 tokens x 64 values each, which land swizzled; a warp per consumer
+ * warpgroup for its queries; two consumer warpgroups of 64 rows. S stays in
+ * registers, becomes P there and is the A operand of P V. In a step Q K^T of tile j
+ * and P V of tile j - 1 are in flight together, and the exponentials of tile j run
+ * beside P V; the warpgroups take turns to issue, so that one's exponentials also run
+ * beside the other's products. FP8 pages: four warps convert instead of one that
+ * copies (attn_prefill_fp8.cuh).
  *
- * Tiles go up from position 0 and start at multiples of 128, a row's arithmetic depends on
- * the row alone, and what a row does not see adds exactly 0: bits do not depend on chunking,
- * neighbours or schedule. Only the tiles at a warpgroup's causal border are masked. The last
- * page's V behind the length is replaced by zeros, since 0 * NaN is NaN. A NaN in V of a
- * token of the chunk itself does reach earlier rows whose tile it is in (not in attn_ref).
+ * Tiles go up from position 0 and start at multiples of 128, a row's arithmetic
+ * depends on the row alone, and what a row does not see adds exactly 0: bits do not
+ * depend on chunking, neighbours or schedule. Only the tiles at a warpgroup's causal
+ * border are masked. The last page's V behind the length is replaced by zeros, since
+ * 0 * NaN is NaN. A NaN in V of a token of the chunk itself does reach earlier rows
+ * whose tile it is in (not in attn_ref).
  *
- * P is rounded to bf16 as V is: 1.7e-3 of the output, as much as its own rounding to bf16.
+ * P is rounded to bf16 as V is: 1.7e-3 of the output, as much as its own rounding to
+ * bf16.
  *
- * Schedule: one CTA per SM; every CTA makes the same list of items (128 rows of a request
- * and kv head), requests by length, rows from the last, and walks it to and fro; within
- * 0.1 % of even at 8 k.
+ * Schedule: one CTA per SM; every CTA makes the same list of items (128 rows of a
+ * request and kv head), requests by length, rows from the last, and walks it to and
+ * fro; within 0.1 % of even at 8 k.
  *
- * Measured (docs/performance-attn.md, "Prefill"): 599 TFLOP/s at 8 k x 8 k, the matrix
- * units 77 % busy; 2,640 clocks a tile, and the clock falls under that load.
+ * Measured (docs/performance-attn.md, "Prefill"): 599 TFLOP/s at 8 k x 8 k, the
+ * matrix units 77 % busy; 2,640 clocks a tile, and the clock falls under that load.
  */
 #include "kernels/attn_prefill.cuh"
 #include "kernels/attn_prefill_feed.cuh"

@@ -5,9 +5,10 @@
  * a small ring of their own; consumers apply them to scores and probabilities, so no value
  * is rounded before the products.
  *
- * A part is K or V of a tile; a warp makes 32 tokens of it. The next part's bytes are asked
- * for piece by piece while this one's are converted, so they are on their way during the
- * conversion and the wait for a free stage.
+ * A part is K or V of a tile; a warp makes 32 tokens of it. The next part's bytes are
+ * asked for piece by piece while this one's are converted. The fence that publishes a
+ * part to wgmma waits for those loads too, so their latency is not hidden: measured,
+ * 6,000 clocks a tile where BF16 pages take 2,640.
  */
 #ifndef KVK_ATTN_PREFILL_FP8_CUH
 #define KVK_ATTN_PREFILL_FP8_CUH

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * attn_prefill_math.cuh - the prefill kernel's consumers: two warpgroups, each 64 query
- * rows. A thread holds two rows' shares: row g and g + 8 of its warp's 16, columns 8 j + 2 c
- * and the next (g = lane / 4, c = lane % 4), of scores and of output alike.
+ * attn_prefill_math.cuh - the prefill kernel's consumers: two warpgroups, each 64
+ * query rows. A thread holds two rows' shares: row g and g + 8 of its warp's 16,
+ * columns 8 j + 2 c and the next (g = lane / 4, c = lane % 4), of scores and of
+ * output alike.
  */
 #ifndef KVK_ATTN_PREFILL_MATH_CUH
 #define KVK_ATTN_PREFILL_MATH_CUH

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * wgmma.cuh - thin names for Hopper's own instructions: warpgroup matrix products, tensor
- * copies and clusters. Device code only; no state; usable beside common.cuh or moe_ptx.cuh.
+ * wgmma.cuh - thin names for Hopper's own instructions: warpgroup matrix products and
+ * tensor copies. Device code only; no state; usable beside common.cuh or moe_ptx.cuh.
  *
  * Operands in shared memory lie in rows of 128 bytes with the 128-byte swizzle (the 16-byte
  * piece c of row r is at piece c ^ (r & 7)), which is what a tensor copy with
@@ -131,66 +131,9 @@ WGM_DEV void tma_load_4d(uint32_t dst, const void *map, uint32_t bar, int c0, in
 		: "memory");
 }
 
-/* The same to the same addresses of all CTAs in @mask; completes on each one's barrier. */
-WGM_DEV void tma_load_4d_multicast(uint32_t dst, const void *map, uint32_t bar,
-				   uint16_t mask, int c0, int c1, int c2, int c3)
-{
-	SM90_ASM("cp.async.bulk.tensor.4d.shared::cluster.global.tile"
-		 ".mbarrier::complete_tx::bytes.multicast::cluster"
-		 " [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(dst),
-		 "l"(map), "r"(bar), "h"(mask), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-		 : "memory");
-}
-
 WGM_DEV void tma_prefetch_map(const void *map)
 {
 	SM90_ASM("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-/* ---------------------------------------------------------------------------- clusters
- */
-
-WGM_DEV uint32_t cluster_rank(void)
-{
-	uint32_t r = 0;
-
-	SM90_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-	return r;
-}
-
-/* All threads of all CTAs of the cluster. */
-WGM_DEV void cluster_sync(void)
-{
-	SM90_ASM("barrier.cluster.arrive.release.aligned;\n"
-		 "barrier.cluster.wait.acquire.aligned;" ::
-			 : "memory");
-}
-
-/* Arrive at the barrier that lies at @bar in CTA @rank of the cluster. */
-WGM_DEV void cluster_arrive(uint32_t bar, uint32_t rank)
-{
-	SM90_ASM("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %0, %1;\n"
-		 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a];\n}" ::"r"(
-			 bar),
-		 "r"(rank)
-		 : "memory");
-}
-
-/* Wait for a barrier at which other CTAs arrive. */
-WGM_DEV void cluster_wait(uint32_t bar, uint32_t parity)
-{
-	uint32_t done;
-
-	do {
-		done = 1;
-		SM90_ASM(
-			"{\n.reg .pred p;\n"
-			"mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-			"selp.u32 %0, 1, 0, p;\n}"
-			: "=r"(done)
-			: "r"(bar), "r"(parity)
-			: "memory");
-	} while (!done);
 }
 
 #endif /* KVK_WGMMA_CUH */
