@@ -29,7 +29,7 @@ KVT_TEST(crc_agrees_with_its_reference)
 		u32 off = kvt_rand_below(64), n = kvt_rand_below((1 << 16) - 64);
 
 		if (i < 8)
-			n = 3 * 4096 * i + kvt_rand_below(2);
+			n = 3 * 4096 * (i % 5) + kvt_rand_below(2);
 		KVT_EXPECT_EQ(kvd_crc32c(data + off, n),
 			      kvd_crc32c_portable(data + off, n));
 	}
