@@ -336,8 +336,11 @@ static void row_public(const struct kvb_row *r, char *name, char *shape)
 			 r->shape);
 	} else if (!strcmp(r->family, "attn") && sscanf(r->name, "%15s %15s %15s %15s",
 							kind, format, heads, more) >= 3) {
-		snprintf(name, KVB_NAME_MAX, "attn_%s%s%s %s", kind, *more ? " " : "",
-			 more, format);
+		if (!strcmp(more, "prefill"))
+			snprintf(name, KVB_NAME_MAX, "attn_prefill %s %s", kind, format);
+		else
+			snprintf(name, KVB_NAME_MAX, "attn_%s%s%s %s", kind,
+				 *more ? " " : "", more, format);
 		snprintf(shape, 2 * KVB_NAME_MAX, "%s%s ", strchr(heads, '/') ? "" : "h",
 			 heads);
 		n = strlen(shape);

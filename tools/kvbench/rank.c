@@ -23,6 +23,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "base/clock.h"
 #include "engine/private.h"
@@ -502,6 +503,25 @@ static void scene_close(struct rank *r)
 	free(r->pages);
 }
 
+/* Of the GPU; zeros on the host. */
+static void add_uuid(cJSON *d, const u8 *uuid)
+{
+	char text[33];
+
+	for (u32 i = 0; i < 16; i++)
+		snprintf(text + 2 * i, 3, "%02x", uuid[i]);
+	cJSON_AddStringToObject(d, "gpu_uuid", text);
+}
+
+static void add_date(cJSON *d)
+{
+	time_t now = time(NULL);
+	char text[32];
+
+	strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
+	cJSON_AddStringToObject(d, "date", text);
+}
+
 static int print_json(struct rank *r)
 {
 	const struct options *o = &r->opt;
@@ -512,6 +532,8 @@ static int print_json(struct rank *r)
 	cJSON_AddStringToObject(d, "commit", KVB_COMMIT);
 	cJSON_AddStringToObject(d, "preset", o->preset);
 	cJSON_AddStringToObject(d, "device", r->engine->mem->ops->name);
+	add_uuid(d, r->engine->mem->gpu_uuid);
+	add_date(d);
 	cJSON_AddNumberToObject(d, "tp", o->tp);
 	cJSON_AddStringToObject(d, "weights", o->weights == KVK_INT4 ? "int4" : "fp8");
 	cJSON_AddStringToObject(d, "kv", eng_kv_str(o->kv));
