@@ -42,7 +42,7 @@ KVK_DEV void finish_cta(const struct attn_params &p, mla_smem<NTL, FP8> *sm)
 		uint32_t rows = pend->s.q_len * p.nr_q_heads - pend->s.hblk * 8 * NTL;
 
 		if (pend->epoch)
-			plan_finish<LATENT, mla_row_elem, 1>(
+			plan_finish<LATENT, mla_row_elem, NTL == 2>(
 				p, pend, 8 * NTL, min(8u * NTL, rows),
 				pend->s.nr_parts * C::NR_VALUE,
 				(struct plan_part *)sm->ring, &sm->flag, threadIdx.x,
@@ -180,8 +180,7 @@ int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 	if (r)
 		return r;
 	if (s.unit_rows == 64)
-		return fp8 ? mla_wide_launch(&p, s.nr_ctas, st)
-			   : mla_tile_launch(&p, fp8, s.nr_ctas, st);
+		return mla_tile_launch(&p, fp8, s.nr_ctas, st);
 	if (s.unit_rows == 8)
 		return fp8 ? launch<1, true>(&p, s.nr_ctas, st)
 			   : launch<1, false>(&p, s.nr_ctas, st);

@@ -153,9 +153,6 @@ KVK_DEV size_t mla_row_elem(const struct attn_params &p, const struct plan_seg &
 	return ((size_t)s.q0 * p.nr_q_heads + s.hblk * hbs + row) * LATENT;
 }
 
-/* Up to 64 query rows, FP8 pages, on wgmma (attn_mla_wide.cu). */
-int mla_wide_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream);
-
 /* Up to 64 query rows (attn_mla_tile.cu). */
 int mla_tile_launch(const struct attn_params *p, bool fp8, uint32_t nr_ctas,
 		    cudaStream_t stream);

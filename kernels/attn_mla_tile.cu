@@ -33,8 +33,13 @@
  * The latent scale of a token multiplies its score and its probability, relative to the
  * largest scale so far (a power of two); the rope is converted in units of the latent scale.
  *
- * BF16: P in one part of 8 bits is off by 1.7e-3, the rounding of a bf16 output once more; two
- * parts are exact enough for 1e-3. KVK_ATTN_FAST takes one.
+ * BF16: P in one part of 8 bits is off by 9e-4, with a bf16 output 1.9e-3 to 2.0e-3 in all;
+ * two parts are exact enough for 1e-3. KVK_ATTN_FAST takes one.
+ *
+ * Measured: FP8 5,600 clocks a page. The converting warps are the wall: the fence that hands a
+ * part of a tile to wgmma waits for their loads on their way as well (three times a page),
+ * so the latency of the L2 is not hidden. BF16: 3,900 clocks with P in one part (91 % of the
+ * memory's rate), 4,900 in two. docs/performance-attn.md says what is next.
  */
 #include "kernels/attn_mla_tile_feed.cuh"
 
@@ -189,7 +194,7 @@ KVK_DEV void tile_values(uint32_t v, uint32_t (*a)[4][4], int t0, int t1, float 
 	for (int t = t0; t < t1; t++)
 #pragma unroll
 		for (int k = 0; k < PLANES; k++)
-			wgmma_values<FP8>(o, a[k][t], dv + t * (2048 / 16));
+			wgmma_values<!FP8>(o, a[k][t], dv + t * (2048 / 16));
 	wg_commit();
 }
 
@@ -424,7 +429,7 @@ KVK_DEV void tile_finish(const struct attn_params &p, struct tile_smem *sm)
 }
 
 template <bool FP8, int PLANES>
-__global__ void __launch_bounds__(tile_cfg<FP8, PLANES>::NR_THREADS, 1)
+__global__ void __launch_bounds__(384, 1)
 	attn_mla_tile_kernel(const __grid_constant__ struct attn_params p)
 {
 	using C = tile_cfg<FP8, PLANES>;
@@ -449,9 +454,9 @@ __global__ void __launch_bounds__(tile_cfg<FP8, PLANES>::NR_THREADS, 1)
 	if (threadIdx.x >= 256) {
 		regs_dec<C::REGS_FEED>();
 		if (FP8)
-			feed_fp8(p, sm);
+			feed_fp8(p, p.mem.ctas[blockIdx.x], *p.step, sm);
 		else
-			feed_bf16(p, sm);
+			feed_bf16(p, p.mem.ctas[blockIdx.x], *p.step, sm);
 	} else {
 		regs_inc<C::REGS_USE>();
 		tile_consume<FP8, PLANES>(p, p.mem.ctas[blockIdx.x].count, sm);

@@ -28,12 +28,11 @@ template <bool FP8, int PLANES> struct tile_cfg {
 	static constexpr int RR = ROPE * ES;
 	static constexpr int ROPE_OFF = TOKENS * RB;
 	static constexpr int SCALE_OFF = TOKENS * (RB + RR);
-	static constexpr int NR_USE = 8; /* consumer warps */
-	/* warps that fill the tiles */
-	static constexpr int NR_FEED = FP8 ? 8 : 4;
+	static constexpr int NR_USE = 8;  /* consumer warps */
+	static constexpr int NR_FEED = 4; /* warps that fill the tiles */
 	static constexpr int NR_THREADS = (NR_USE + NR_FEED) * 32;
-	static constexpr int REGS_USE = FP8 ? 192 : 208;
-	static constexpr int REGS_FEED = FP8 ? 64 : 88;
+	static constexpr int REGS_USE = FP8 ? 200 : 208;
+	static constexpr int REGS_FEED = FP8 ? 104 : 88;
 	/* FP8: a warp's lane 0 arrives; BF16: the copies of every thread do */
 	static constexpr int FULL_COUNT = FP8 ? NR_FEED : NR_FEED * 32;
 };
@@ -117,17 +116,7 @@ KVK_DEV void wgmma_scores(float *d, uint64_t a, uint64_t b, int use_d)
 		WG_SCORES("f16");
 }
 
-#define WG_VALUES_128(type)                                                           \
-	SM90_ASM("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " "     \
-		 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"            \
-		 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"   \
-		 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"   \
-		 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, " \
-		 "{%64,%65,%66,%67}, %68, 1, 1, 1, 1;\n"                              \
-		 : WG_D64(0)                                                          \
-		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-
-#define WG_VALUES_256(type)                                                              \
+#define WG_VALUES(type)                                                                  \
 	SM90_ASM("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " "        \
 		 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"               \
 		 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"      \
@@ -141,20 +130,13 @@ KVK_DEV void wgmma_scores(float *d, uint64_t a, uint64_t b, int use_d)
 		 : WG_D64(0), WG_D64(64)                                                 \
 		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-/*
- * d[64][256] += a[64][16] b[16][256]; rows of b's memory are k. FP8: in two halves, since the
- * compiler takes no instruction with more registers than a thread has at the launch.
- */
-template <bool FP8> KVK_DEV void wgmma_values(float *d, const uint32_t *a, uint64_t b)
+/* d[64][256] += a[64][16] b[16][256]; rows of b's memory are k */
+template <bool BF16> KVK_DEV void wgmma_values(float *d, const uint32_t *a, uint64_t b)
 {
-	if constexpr (FP8) {
-		WG_VALUES_128("f16");
-		d += 64;
-		b += 2 * TILE_BLOCK / 16;
-		WG_VALUES_128("f16");
-	} else {
-		WG_VALUES_256("bf16");
-	}
+	if (BF16)
+		WG_VALUES("bf16");
+	else
+		WG_VALUES("f16");
 }
 
 /* ------------------------------------------------------------------------------ queries

@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * attn_mla_tile_feed.cuh - the warps that fill the tiles of the wide MLA decode kernel from
- * pages; attn_mla_tile.cu explains it. Each takes the same tokens of every page and walks the
- * CTA's segments by itself; the first one also tells the consumers.
+ * pages; attn_mla_tile.cu explains it. Each of the four takes 16 tokens of every page and
+ * walks the CTA's segments by itself; the first one also tells the consumers.
  *
- * FP8: pages are fetched into the L2 by one instruction each, some pages ahead. Eight warps load
- * them from there, 16 bytes a lane and step; nine steps, a warp's part of a page, are on
- * their way in registers while the tile is still in use. BF16: bytes go to their place
- * unchanged, by asynchronous copies of 16 of four warps.
+ * FP8: pages are fetched into the L2 by one instruction each, three ahead, and loaded from
+ * there, 16 bytes a lane and step, up to ten steps (of 18 in a page) in registers. BF16:
+ * bytes go to their place unchanged, by asynchronous copies of 16.
  */
 #ifndef KVK_ATTN_MLA_TILE_FEED_CUH
 #define KVK_ATTN_MLA_TILE_FEED_CUH
@@ -16,31 +15,30 @@
 
 /* Where a warp is in the CTA's run of pages. */
 struct tile_walk {
-	uint32_t row;	 /* of the segment's first page */
-	uint32_t pfn[2]; /* of page pg / 32 * 32 + lane, of the page 32 behind */
+	const struct kv_row *rows; /* of the segment */
+	uint64_t off[2]; /* of page pg / 32 * 32 + lane, of the page 32 behind */
 	uint32_t seg;	 /* next one */
 	uint32_t pg;
 	uint32_t nr_pages;
 	uint32_t left; /* tokens from page pg to the request's end */
 };
 
-KVK_DEV uint32_t walk_pfn(const struct attn_params &p, const struct tile_walk &w,
+KVK_DEV uint64_t walk_off(const struct attn_params &p, const struct tile_walk &w,
 			  uint32_t i)
 {
-	return i < w.nr_pages ? p.rows[w.row + i].pfn : 0;
+	return i < w.nr_pages ? page_offset(p, w.rows[i].pfn) : 0;
 }
 
-/* Page @i to the L2. */
+/* Page @i to the L2. @bytes: a multiple of 16 */
 KVK_DEV void walk_fetch(const struct attn_params &p, const struct tile_walk &w,
-			uint32_t i)
+			uint32_t i, uint32_t bytes)
 {
 	const bool far = i / 32 != w.pg / 32;
-	const uint32_t pfn = __shfl_sync(~0u, far ? w.pfn[1] : w.pfn[0], i % 32);
+	const uint64_t off = __shfl_sync(~0u, far ? w.off[1] : w.off[0], i % 32);
 
 	if (i < w.nr_pages && (threadIdx.x & 31) == 0)
-		SM90_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
-				 p.base + page_offset(p, pfn)),
-			 "r"(p.page_bytes)
+		SM90_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.base + off),
+			 "r"(bytes)
 			 : "memory");
 }
 
@@ -66,13 +64,12 @@ KVK_DEV void tile_publish(const struct plan_seg &s, uint32_t i, enum plan_state 
  * The next page, or NULL; *ret_valid: its tokens. @lead: publishes segments. Without @wait also
  * NULL while the consumers have not taken earlier segments: they may need this warp first.
  */
-KVK_DEV const uint8_t *tile_next(const struct attn_params &p, bool lead, bool wait,
-				 struct tile_walk &w, uint32_t *ret_valid,
-				 struct tile_smem *sm)
+KVK_DEV const uint8_t *tile_next(const struct attn_params &p, const struct plan_cta &cta,
+				 uint64_t step, bool lead, bool wait, struct tile_walk &w,
+				 uint32_t *ret_valid, struct tile_smem *sm)
 {
-	const struct plan_cta &cta = p.mem.ctas[blockIdx.x];
 	const uint32_t lane = threadIdx.x & 31;
-	uint32_t pfn;
+	const uint8_t *at;
 
 	while (w.pg == w.nr_pages) {
 		const struct plan_seg *s;
@@ -84,8 +81,8 @@ KVK_DEV const uint8_t *tile_next(const struct attn_params &p, bool lead, bool wa
 		    lds_acquire(&sm->segs_done) < 8 * (w.seg - TILE_SEGS + 1))
 			return NULL;
 		s = w.seg ? &p.mem.segs[cta.base + w.seg] : &cta.first;
-		state = plan_check(p, *s, *p.step);
-		w.row = s->row0 + s->page0;
+		state = plan_check(p, *s, step);
+		w.rows = p.rows + s->row0 + s->page0;
 		w.left = s->len - s->page0 * TOKENS;
 		w.pg = 0;
 		w.nr_pages = state == PLAN_OK ? s->nr_pages : 0;
@@ -94,37 +91,41 @@ KVK_DEV const uint8_t *tile_next(const struct attn_params &p, bool lead, bool wa
 		w.seg++;
 	}
 	if (w.pg == 0) {
-		w.pfn[0] = walk_pfn(p, w, lane);
-		w.pfn[1] = walk_pfn(p, w, lane + 32);
+		w.off[0] = walk_off(p, w, lane);
+		w.off[1] = walk_off(p, w, lane + 32);
 	} else if (w.pg % 32 == 0) {
-		w.pfn[0] = w.pfn[1];
-		w.pfn[1] = walk_pfn(p, w, w.pg + 32 + lane);
+		w.off[0] = w.off[1];
+		w.off[1] = walk_off(p, w, w.pg + 32 + lane);
 	}
 	if (lead && p.flight) {
+		const uint32_t bytes = p.page_bytes;
+
 		if (w.pg == 0)
 			for (uint32_t i = 1; i < p.flight; i++)
-				walk_fetch(p, w, i);
-		walk_fetch(p, w, w.pg + p.flight);
+				walk_fetch(p, w, i, bytes);
+		walk_fetch(p, w, w.pg + p.flight, bytes);
 	}
-	pfn = __shfl_sync(~0u, w.pfn[0], w.pg % 32);
+	at = p.base + __shfl_sync(~0u, w.off[0], w.pg % 32);
 	*ret_valid = min(w.left, (uint32_t)TOKENS);
 	w.left -= TOKENS;
 	w.pg++;
-	return p.base + page_offset(p, pfn);
+	return at;
 }
 
 /* --------------------------------------------------------------------------------- FP8
  */
 
-#define FEED_STEPS 9 /* a warp's loads for a page: one of rope, 4 + 4 of latent */
+/* A warp's loads for a page: 2 of rope, 8 + 8 of latent, in four batches of at most: */
+#define FEED_BATCH 5
 
-KVK_DEV uint4 feed_load(const uint8_t *at)
+KVK_DEV uint4 feed_load(const uint8_t *at, uint64_t policy)
 {
 	uint4 v;
 
-	asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+	asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 "
+		     "{%0,%1,%2,%3}, [%4], %5;"
 		     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-		     : "l"(at)
+		     : "l"(at), "l"(policy)
 		     : "memory");
 	return v;
 }
@@ -137,42 +138,28 @@ struct feed_page {
 };
 
 /*
- * Where a lane's bytes are in the page and go in the tile, rope and latent. A warp has 8 tokens;
- * a step is the rope of all of them (4 chunks each) or 16 chunks of the latent of 2. Eight
- * neighbouring lanes then store to eight different bank groups. Everything else is constant
- * offsets, and for the swizzle constant bits exclusive-ored: 32 times the pair, 16 for the
- * second eight values.
+ * Where a lane's bytes are in the page and go in the tile. Rope: a step is 8 tokens of 4 chunks
+ * a warp; latent: 2 tokens of 16. Eight neighbouring lanes then store to eight different
+ * bank groups. Everything else is constant offsets, and for the swizzle constant bits
+ * exclusive-ored: 32 times the step (mod 4), 16 for the second eight values.
  */
 struct feed_lane {
-	uint32_t src[2];
+	uint32_t src[2]; /* rope, latent */
 	uint32_t dst[2];
 };
-
-KVK_DEV uint32_t feed_token(void)
-{
-	return 8 * (threadIdx.x / 32 - tile_cfg<true, 1>::NR_USE);
-}
-
-/* Anew for each page: cheaper than the registers. */
-KVK_DEV uint32_t feed_lane_id(void)
-{
-	uint32_t r;
-
-	asm volatile("mov.u32 %0, %%laneid;" : "=r"(r));
-	return r;
-}
 
 KVK_DEV struct feed_lane feed_lane_init(void)
 {
 	using C = tile_cfg<true, 1>;
-	const uint32_t lane = feed_lane_id(), t0 = feed_token();
+	const uint32_t lane = threadIdx.x & 31, w = threadIdx.x / 32 - C::NR_USE;
 	const uint32_t sub = lane >> 2 & 1, q = lane & 3;
 	struct feed_lane f;
 
-	f.src[0] = C::ROPE_OFF + t0 * C::RR + lane * 16;
-	f.src[1] = (t0 + sub) * C::RB + (lane >> 3) * 64 + q * 16;
-	f.dst[0] = 8 * TILE_BLOCK + (t0 + lane / 4) * 128 + ((2 * q) ^ (lane / 4)) * 16;
-	f.dst[1] = (lane >> 3) * TILE_BLOCK + (t0 + sub) * 128 + ((2 * q) ^ sub) * 16;
+	f.src[0] = C::ROPE_OFF + 16 * w * C::RR + lane * 16;
+	f.src[1] = (16 * w + sub) * C::RB + (lane >> 3) * 64 + q * 16;
+	f.dst[0] =
+		8 * TILE_BLOCK + (16 * w + lane / 4) * 128 + ((2 * q) ^ (lane / 4)) * 16;
+	f.dst[1] = (lane >> 3) * TILE_BLOCK + (16 * w + sub) * 128 + ((2 * q) ^ sub) * 16;
 	return f;
 }
 
@@ -186,21 +173,9 @@ KVK_DEV void sts128(uint32_t at, const uint32_t *v)
 /* Factors of a page: what a lane keeps of its two tokens for the conversion. */
 struct feed_factors {
 	float rope[2];	  /* of the rope bytes, in units of the latent ones */
-	uint32_t shrinks; /* some rope is too large for f16 */
+	float shrink[2];  /* of both, a power of two: a rope too large for f16 */
+	uint32_t shrinks; /* some token's is not 1 */
 };
-
-/* A rope @ratio times as large as f16 can hold beside its latent: both times a power of two */
-KVK_DEV float feed_smaller(float ratio)
-{
-	return ratio > 64.f ? exp2_fast(fmaxf(6.f - ceilf(__log2f(ratio)), -15.f)) : 1.f;
-}
-
-KVK_DEV float feed_ratio(const struct feed_page &pg, int h)
-{
-	const float2 v = unpack_f16(h ? pg.sc.y : pg.sc.x);
-
-	return 2 * (threadIdx.x & 31) + h < pg.valid ? __fdividef(v.y, v.x) : 0.f;
-}
 
 /*
  * Scales of the page to factors, and by the first warp to the consumers. @unit: log2 of the
@@ -216,18 +191,23 @@ KVK_DEV void feed_scales(const struct attn_params &p, const struct feed_page &pg
 	f.shrinks = 0;
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
-		float ratio, smaller;
+		float2 v = unpack_f16(h ? pg.sc.y : pg.sc.x);
+		bool in = 2 * lane + h < pg.valid;
+		float ratio;
 
-		f.rope[h] = 1.f;
+		f.rope[h] = f.shrink[h] = 1.f;
 		sl[h] = p.scales ? p.scales[0] : 1.f;
 		if (!p.token_scales)
 			continue;
-		ratio = feed_ratio(pg, h);
-		smaller = feed_smaller(ratio);
-		sl[h] = unpack_f16(h ? pg.sc.y : pg.sc.x).x;
-		sl[h] = 2 * lane + h < pg.valid ? __fdividef(sl[h], smaller) : 0.f;
-		f.shrinks |= smaller != 1.f;
-		f.rope[h] = ratio * smaller;
+		ratio = in ? __fdividef(v.y, v.x) : 0.f;
+		sl[h] = in ? v.x : 0.f;
+		if (ratio > 64.f) {
+			f.shrink[h] =
+				exp2_fast(fmaxf(6.f - ceilf(__log2f(ratio)), -15.f));
+			sl[h] = __fdividef(sl[h], f.shrink[h]);
+			f.shrinks = 1;
+		}
+		f.rope[h] = ratio * f.shrink[h];
 		big = fmaxf(big, sl[h]);
 	}
 	f.shrinks = __any_sync(~0u, f.shrinks);
@@ -236,7 +216,7 @@ KVK_DEV void feed_scales(const struct attn_params &p, const struct feed_page &pg
 		if (big > 0.f)
 			unit = fmaxf(unit, ceilf(__log2f(big)));
 	}
-	if (lead && p.flight) {
+	if (lead) {
 		const float u = p.token_scales ? exp2_fast(-unit) : 0.f;
 
 		*(float2 *)&sm->ks[buf][2 * lane] =
@@ -252,60 +232,75 @@ KVK_DEV void feed_scales(const struct attn_params &p, const struct feed_page &pg
 /* Sixteen bytes of step @i to two chunks of the tile. */
 KVK_DEV void feed_store(const uint32_t *to, int i, uint4 v, const struct feed_factors &f)
 {
-	const int k = (i - 1) & 3; /* pair */
-	const uint32_t off = i < 1 ? 0 : (i - 1) / 4 * 4 * TILE_BLOCK + k * 256;
-	const uint32_t at = i < 1 ? to[0] : to[1] ^ k * 32;
-	const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+	const int k0 = (i - 2) & 7; /* latent: two tokens of eight pairs */
+	const uint32_t off = i < 2 ? i * 1024 : (i - 2) / 8 * 4 * TILE_BLOCK + k0 * 256;
+	const uint32_t at = i < 2 ? to[0] : to[1] ^ (k0 & 3) * 32;
+	const uint32_t w4[4] = {v.x, v.y, v.z, v.w};
 	uint32_t h[8];
 
 #pragma unroll
-	for (int j = 0; j < 4; j++)
-		e4m3x4_f16(w[j], h[2 * j], h[2 * j + 1]);
-	if (i < 1) {
-		const uint32_t t = feed_token() + (threadIdx.x & 31) / 4;
-		const float x = __shfl_sync(~0u, f.rope[0], t / 2);
-		const float y = __shfl_sync(~0u, f.rope[1], t / 2);
+	for (int k = 0; k < 4; k++)
+		e4m3x4_f16(w4[k], h[2 * k], h[2 * k + 1]);
+	if (i < 2) {
+		const uint32_t lane = threadIdx.x & 31,
+			       w = threadIdx.x / 32 - tile_cfg<true, 1>::NR_USE;
+		const uint32_t t = 16 * w + 8 * i + lane / 4;
+		const float a = __shfl_sync(~0u, f.rope[0], t / 2);
+		const float b = __shfl_sync(~0u, f.rope[1], t / 2);
 
 #pragma unroll
-		for (int j = 0; j < 8; j++) {
-			float2 r = unpack_f16(h[j]);
+		for (int k = 0; k < 8; k++) {
+			float2 x = unpack_f16(h[k]);
 
-			h[j] = pack_f16(r.x * (t & 1 ? y : x), r.y * (t & 1 ? y : x));
+			h[k] = pack_f16(x.x * (t & 1 ? b : a), x.y * (t & 1 ? b : a));
 		}
 	}
 	sts128(at + off, h);
 	sts128((at ^ 16) + off, h + 4);
 }
 
-/* Bytes of tokens behind the end to zero: 0 x NaN is NaN. */
-KVK_DEV void feed_tail(uint32_t valid, uint4 *v)
+/* Steps @from .. @end - 1; v[0] is step @first. */
+KVK_DEV void feed_stores(const uint32_t *to, int from, int end, int first, const uint4 *v,
+			 const struct feed_factors &f, uint32_t flags)
 {
-	const uint32_t lane = threadIdx.x & 31, t0 = feed_token();
+	if (flags & KVK_ATTN_LOADS)
+		return;
+#pragma unroll
+	for (int i = from; i < end; i++)
+		feed_store(to, i, v[i - first], f);
+}
+
+/* Bytes of tokens behind the end to zero: 0 x NaN is NaN. Steps @first .. @end - 1. */
+KVK_DEV void feed_tail(int first, int end, uint32_t valid, uint4 *v)
+{
+	const uint32_t lane = threadIdx.x & 31,
+		       w = threadIdx.x / 32 - tile_cfg<true, 1>::NR_USE;
 
 	if (valid == TOKENS)
 		return;
 #pragma unroll
-	for (int i = 0; i < FEED_STEPS; i++) {
-		const uint32_t t =
-			t0 + (i < 1 ? lane / 4 : 2 * ((i - 1) & 3) + (lane >> 2 & 1));
+	for (int i = first; i < end; i++) {
+		const uint32_t t = i < 2 ? 16 * w + 8 * i + lane / 4
+					 : 16 * w + 2 * ((i - 2) & 7) + (lane >> 2 & 1);
 
 		if (t >= valid)
-			v[i] = make_uint4(0, 0, 0, 0);
+			v[i - first] = make_uint4(0, 0, 0, 0);
 	}
 }
 
 /* A rope too large for f16 beside its latent: both are made smaller, this is the latent. */
-KVK_DEV void feed_shrink(uint8_t *half, const struct feed_page &pg)
+KVK_DEV void feed_shrink(uint8_t *half, const struct feed_factors &f)
 {
-	const uint32_t lane = threadIdx.x & 31, t0 = feed_token();
-	const float mine[2] = {feed_smaller(feed_ratio(pg, 0)),
-			       feed_smaller(feed_ratio(pg, 1))};
+	const uint32_t lane = threadIdx.x & 31,
+		       w = threadIdx.x / 32 - tile_cfg<true, 1>::NR_USE;
 
+	if (!f.shrinks)
+		return;
 	__syncwarp();
 #pragma unroll 1
-	for (uint32_t t = t0; t < t0 + 8; t++) {
-		const float a = __shfl_sync(~0u, mine[0], t / 2);
-		const float b = __shfl_sync(~0u, mine[1], t / 2);
+	for (uint32_t t = 16 * w; t < 16 * w + 16; t++) {
+		const float a = __shfl_sync(~0u, f.shrink[0], t / 2);
+		const float b = __shfl_sync(~0u, f.shrink[1], t / 2);
 		uint32_t *at = (uint32_t *)(half + lane / 8 * TILE_BLOCK + t * 128) +
 			       lane % 8 * 4;
 
@@ -326,14 +321,24 @@ KVK_DEV void feed_full(uint64_t *full)
 		mbar_arrive(full);
 }
 
-/* Start on step @i of the page @at. */
-KVK_DEV uint4 feed_step(const uint8_t *at, const struct feed_lane &ln, int i)
+/* Start on steps @first .. @end - 1 of the page @at (or none). */
+KVK_DEV void feed_loads(const uint8_t *at, const struct feed_lane &ln, int first, int end,
+			uint4 *v, uint64_t policy)
 {
 	using C = tile_cfg<true, 1>;
+	const uint8_t *lat = at + ln.src[1];
 
-	if (i < 1)
-		return feed_load(at + ln.src[0]);
-	return feed_load(at + ln.src[1] + ((i - 1) & 3) * 2 * C::RB + (i - 1) / 4 * 256);
+	if (!at)
+		return;
+#pragma unroll
+	for (int i = first; i < end; i++) {
+		if (i < 2)
+			v[i - first] = feed_load(at + ln.src[0] + i * 8 * C::RR, policy);
+		else
+			v[i - first] = feed_load(lat + ((i - 2) & 7) * 2 * C::RB +
+							 (i - 2) / 8 * 256,
+						 policy);
+	}
 }
 
 KVK_DEV void feed_page_scales(const struct attn_params &p, struct feed_page &pg)
@@ -345,14 +350,15 @@ KVK_DEV void feed_page_scales(const struct attn_params &p, struct feed_page &pg)
 }
 
 /*
- * A page to its tile. @v holds this warp's part of it; the place of each step is filled with
- * the @next page's (NULL: nothing) at once.
+ * A page to its tile. @a holds the first batch; @next: whose first batch to leave there. The
+ * compiler has one counter for all loads on their way, so the first use of a batch comes
+ * before the loads of the next one: then it waits for that batch alone.
  */
 KVK_DEV void feed_page_fp8(const struct attn_params &p, const struct feed_page &now,
-			   const uint8_t *next, uint32_t seq, float &unit, uint4 *v,
-			   bool lead, struct tile_smem *sm)
+			   const uint8_t *next, const struct feed_lane &ln, uint32_t seq,
+			   float &unit, uint4 *a, uint4 *b, bool lead, uint64_t policy,
+			   struct tile_smem *sm)
 {
-	const struct feed_lane ln = feed_lane_init();
 	const uint32_t buf = seq & 1, phase = (seq >> 1 & 1) ^ 1;
 	uint32_t to[2] = {smem_addr(sm->tile[buf]) + ln.dst[0],
 			  smem_addr(sm->tile[buf]) + ln.dst[1]};
@@ -362,30 +368,40 @@ KVK_DEV void feed_page_fp8(const struct attn_params &p, const struct feed_page &
 	asm volatile("" : "+r"(to[0]), "+r"(to[1]));
 	mbar_wait(&sm->empty[buf][PART_ROPE], phase);
 	feed_scales(p, now, buf, lead, unit, f, sm);
-	feed_tail(now.valid, v);
-#pragma unroll
-	for (int i = 0; i < FEED_STEPS; i++) {
-		const int part = i < 1 ? PART_ROPE : i < 5 ? PART_LEFT : PART_RIGHT;
-
-		if (i == 1 || i == 5)
-			mbar_wait(&sm->empty[buf][part], phase);
-		if (!(p.flags & KVK_ATTN_LOADS))
-			feed_store(to, i, v[i], f);
-		if (next)
-			v[i] = feed_step(next, ln, i);
-		if ((i == 4 || i == 8) && f.shrinks)
-			feed_shrink(sm->tile[buf][part == PART_LEFT ? 0 : 4], now);
-		if (i == 0 || i == 4 || i == 8)
-			feed_full(&sm->full[buf][part]);
-	}
+	feed_tail(0, 5, now.valid, a);
+	feed_stores(to, 0, 2, 0, a, f, p.flags);
+	feed_full(&sm->full[buf][PART_ROPE]);
+	feed_loads(now.at, ln, 5, 10, b, policy);
+	mbar_wait(&sm->empty[buf][PART_LEFT], phase);
+	feed_stores(to, 2, 5, 0, a, f, p.flags);
+	feed_tail(5, 10, now.valid, b);
+	feed_stores(to, 5, 6, 5, b, f, p.flags);
+	feed_loads(now.at, ln, 10, 14, a, policy);
+	feed_stores(to, 6, 10, 5, b, f, p.flags);
+	feed_shrink(sm->tile[buf][0], f);
+	feed_full(&sm->full[buf][PART_LEFT]);
+	mbar_wait(&sm->empty[buf][PART_RIGHT], phase);
+	feed_tail(10, 14, now.valid, a);
+	feed_stores(to, 10, 11, 10, a, f, p.flags);
+	feed_loads(now.at, ln, 14, 18, b, policy);
+	feed_stores(to, 11, 14, 10, a, f, p.flags);
+	feed_tail(14, 18, now.valid, b);
+	feed_stores(to, 14, 15, 14, b, f, p.flags);
+	feed_loads(next, ln, 0, 5, a, policy);
+	feed_stores(to, 15, 18, 14, b, f, p.flags);
+	feed_shrink(sm->tile[buf][4], f);
+	feed_full(&sm->full[buf][PART_RIGHT]);
 }
 
-KVK_DEV void feed_fp8(const struct attn_params &p, struct tile_smem *sm)
+KVK_DEV void feed_fp8(const struct attn_params &p, const struct plan_cta &cta,
+		      uint64_t step, struct tile_smem *sm)
 {
 	const bool lead = threadIdx.x / 32 == tile_cfg<true, 1>::NR_USE;
+	const struct feed_lane ln = feed_lane_init();
+	const uint64_t policy = policy_evict_first();
 	struct tile_walk walk = {};
 	struct feed_page now = {}, next;
-	uint4 v[FEED_STEPS];
+	uint4 a[FEED_BATCH], b[FEED_BATCH];
 	uint32_t seg = 0, seq = 0;
 	float unit = 0.f;
 
@@ -396,19 +412,15 @@ KVK_DEV void feed_fp8(const struct attn_params &p, struct tile_smem *sm)
 			seg = walk.seg;
 			unit = -126.f;
 		}
-		next.at = tile_next(p, lead, !now.at, walk, &next.valid, sm);
+		next.at = tile_next(p, cta, step, lead, !now.at, walk, &next.valid, sm);
 		feed_page_scales(p, next);
-		if (now.at) {
-			feed_page_fp8(p, now, next.at, seq++, unit, v, lead, sm);
-		} else if (next.at) {
-			const struct feed_lane ln = feed_lane_init();
-
-#pragma unroll
-			for (int i = 0; i < FEED_STEPS; i++)
-				v[i] = feed_step(next.at, ln, i);
-		} else {
+		if (now.at)
+			feed_page_fp8(p, now, next.at, ln, seq++, unit, a, b, lead,
+				      policy, sm);
+		else if (next.at)
+			feed_loads(next.at, ln, 0, 5, a, policy);
+		else
 			return;
-		}
 		now = next;
 	}
 }
@@ -434,7 +446,8 @@ KVK_DEV void feed_copied(uint64_t *bar)
 		     : "memory");
 }
 
-KVK_DEV void feed_bf16(const struct attn_params &p, struct tile_smem *sm)
+KVK_DEV void feed_bf16(const struct attn_params &p, const struct plan_cta &cta,
+		       uint64_t step, struct tile_smem *sm)
 {
 	using C = tile_cfg<false, 1>;
 	const uint32_t lane = threadIdx.x & 31, w = threadIdx.x / 32 - C::NR_USE;
@@ -443,7 +456,7 @@ KVK_DEV void feed_bf16(const struct attn_params &p, struct tile_smem *sm)
 	const uint8_t *at;
 	uint32_t valid;
 
-	at = tile_next(p, w == 0, true, walk, &valid, sm);
+	at = tile_next(p, cta, step, w == 0, true, walk, &valid, sm);
 	grid_wait();
 	for (uint32_t seq = 0; at; seq++) {
 		const uint32_t buf = seq & 1, phase = (seq >> 1 & 1) ^ 1;
@@ -473,7 +486,7 @@ KVK_DEV void feed_bf16(const struct attn_params &p, struct tile_smem *sm)
 			}
 			feed_copied(&sm->full[buf][PART_LEFT + half]);
 		}
-		at = tile_next(p, w == 0, true, walk, &valid, sm);
+		at = tile_next(p, cta, step, w == 0, true, walk, &valid, sm);
 	}
 	asm volatile("cp.async.wait_all;" ::: "memory");
 }

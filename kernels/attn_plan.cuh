@@ -390,15 +390,15 @@ KVK_DEV void plan_merge(const struct attn_params &p, const struct plan_seg &s,
 		       hi = (slice + 1) * total / nr_slices;
 	const uint32_t ways = s.nr_parts <= 10 ? 1 : s.nr_parts <= 40 ? 4 : 8;
 
-	if (s.nr_parts <= 2 && hi - lo > (uint32_t)nr_threads)
-		plan_slice<D, ROW, 4 * WIDE, 2>(p, s, hbs, rows, lo, hi, 1, scratch, tid,
-						bar, nr_threads);
-	else if (s.nr_parts <= 5 && hi - lo > (uint32_t)nr_threads)
-		plan_slice<D, ROW, 2 * WIDE, 5>(p, s, hbs, rows, lo, hi, 1, scratch, tid,
-						bar, nr_threads);
+	if (WIDE && s.nr_parts <= 2 && hi - lo > (uint32_t)nr_threads)
+		plan_slice<D, ROW, WIDE ? 4 * WIDE : 1, 2>(p, s, hbs, rows, lo, hi, 1,
+							   scratch, tid, bar, nr_threads);
+	else if (WIDE && s.nr_parts <= 5 && hi - lo > (uint32_t)nr_threads)
+		plan_slice<D, ROW, WIDE ? 2 * WIDE : 1, 5>(p, s, hbs, rows, lo, hi, 1,
+							   scratch, tid, bar, nr_threads);
 	else
-		plan_slice<D, ROW, WIDE, 10>(p, s, hbs, rows, lo, hi, ways, scratch, tid,
-					     bar, nr_threads);
+		plan_slice<D, ROW, WIDE ? WIDE : 1, 10>(p, s, hbs, rows, lo, hi, ways,
+							scratch, tid, bar, nr_threads);
 }
 
 /*
