@@ -23,10 +23,8 @@ static const struct {
 	const char *name;
 	int (*fn)(struct kvb_ctx *ctx);
 } families[] = {
-	{"attn", kvb_kernels_attn},
-	{"attn", kvb_kernels_prefill},
-	{"moe", kvb_kernels_moe},
-	{"pages", kvb_kernels_pages},
+	{"attn", kvb_kernels_attn}, {"attn", kvb_kernels_prefill},
+	{"moe", kvb_kernels_moe},   {"pages", kvb_kernels_pages},
 	{"step", kvb_kernels_step},
 };
 
