@@ -7,11 +7,13 @@
 #include "tests/kvt.h"
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include "base/clock.h"
 #include "base/cuda_syms.h"
 #include "kvclient.h"
 #include "kvmd/daemon.h"
 #include "kvmd/keep/keep.h"
+#include "kvmd/mover/mover_priv.h"
 #include "tests/fake/fake.h"
 
 #define MIB (1ull << 20)
@@ -96,6 +98,13 @@ static void turns(u32 ms)
 	}
 }
 
+#define wait_until(cond)                                     \
+	do {                                                 \
+		for (int i_ = 0; !(cond) && i_ < 2000; i_++) \
+			turns(5);                            \
+		KVT_EXPECT(cond);                            \
+	} while (0)
+
 /* ---------------------------------------------------------------------- its client */
 
 static struct {
@@ -165,8 +174,10 @@ static void client_start(bool gpu)
 		KVT_EXPECT_EQ(fake_use("KV_CUDA_LIB", "libcuda.so"), 0);
 	KVT_EXPECT(!pipe(client.to) && !pipe(client.from));
 	client.pid = fork();
-	if (!client.pid)
+	if (!client.pid) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL); /* a case that fails leaves nobody */
 		_exit(client_run(gpu));
+	}
 }
 
 static struct kvd_pool *the_pool(void)
@@ -340,23 +351,20 @@ KVT_TEST(frames_of_a_dead_mover_wait_for_nvml)
 	pool_reopen();
 	pool = client_ready();
 	copy_start(pool, KVD_MOVER_IN, client.pfn[1], &r);
-	for (int i = 0; i < 400 && kvd_mover_state(kvd.moving.mover) != KVD_MOVER_READY;
-	     i++)
-		turns(5);
+	wait_until(kvd.moving.mover->nr_handed == 1);
 	turns(30);
 	pid = kvd_mover_pid(kvd.moving.mover);
 	KVT_EXPECT(pid && kvd_mover_was_listed(kvd.moving.mover));
 	fd = still_listed(pid);
 	kill(pid, SIGKILL);
+	wait_until(kvd_mover_state(kvd.moving.mover) == KVD_MOVER_ENDING);
 	turns(300);
-	KVT_EXPECT_EQ(kvd_mover_state(kvd.moving.mover), KVD_MOVER_ENDING);
 	KVT_EXPECT_EQ(r.calls, 0);
 	KVT_EXPECT(kvd_moving_reason(&kvd, &code));
 	KVT_EXPECT_STR(code, "MOVER_UNPROVEN");
 	status_has("\"unproven\":true");
 	close(fd);
-	turns(200);
-	KVT_EXPECT_EQ(r.calls, 1);
+	wait_until(r.calls == 1);
 	KVT_EXPECT_EQ(r.status, -EPIPE);
 	status_has("\"unproven\":false");
 	client_end();
@@ -403,15 +411,15 @@ KVT_TEST(next_kvmd_waits_for_the_last_ones_mover)
 	KVT_EXPECT(kvd.core.mm.grace.held);
 	KVT_EXPECT_EQ(kvd_mover_pid(kvd.moving.mover), mover);
 	kill(client.pid, SIGKILL); /* its pages go into quarantine */
-	turns(400);
+	wait_until(kvd_mover_state(kvd.moving.mover) == KVD_MOVER_ENDING);
+	wait_until(the_pool()->nr[KVD_QUARANTINE] > 0);
+	turns(300);
 	KVT_EXPECT(kvd.core.mm.grace.held);
-	KVT_EXPECT_EQ(kvd_mover_state(kvd.moving.mover), KVD_MOVER_ENDING);
 	KVT_EXPECT(the_pool()->nr[KVD_QUARANTINE] > 0);
 	close(fd);
-	turns(400);
-	KVT_EXPECT(!kvd.core.mm.grace.held);
+	wait_until(!kvd.core.mm.grace.held);
 	KVT_EXPECT_EQ(kvd_mover_pid(kvd.moving.mover), 0);
-	KVT_EXPECT_EQ(the_pool()->nr[KVD_QUARANTINE], 0);
+	wait_until(the_pool()->nr[KVD_QUARANTINE] == 0);
 	waitpid(client.pid, &status, 0);
 	kvd_fini(&kvd);
 	remove_dir();
