@@ -7,8 +7,8 @@
  *
  * A part is K or V of a tile; a warp makes 32 tokens of it. The next part's bytes are
  * asked for piece by piece while this one's are converted. The fence that publishes a
- * part to wgmma waits for those loads too, so their latency is not hidden: measured,
- * 6,000 clocks a tile where BF16 pages take 2,640.
+ * part to wgmma is a MEMBAR in machine code and should wait for those loads too: their
+ * latency would not be hidden. About 6,000 clocks a tile; BF16 pages take 2,640.
  */
 #ifndef KVK_ATTN_PREFILL_FP8_CUH
 #define KVK_ATTN_PREFILL_FP8_CUH
