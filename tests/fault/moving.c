@@ -392,9 +392,7 @@ KVT_TEST(next_kvmd_waits_for_the_last_ones_mover)
 		pool_reopen();
 		pool = client_ready();
 		copy_start(pool, KVD_MOVER_IN, client.pfn[1], &r);
-		for (int i = 0;
-		     i < 400 && kvd_mover_state(kvd.moving.mover) != KVD_MOVER_READY; i++)
-			turns(5);
+		wait_until(kvd.moving.mover->nr_handed == 1);
 		turns(30);
 		mover = kvd_mover_pid(kvd.moving.mover);
 		status = write(told[1], &mover, sizeof(mover));
