@@ -23,6 +23,21 @@
 #define AUDIT_FINDINGS 256u
 #define TRACE_MAX      4096u
 
+/* Slots, charges and indexes of the tiers; their bytes prove themselves when they are read. */
+static void audit_tiers(const struct kvd *kvd, struct kvd_findings *fs)
+{
+	static const char *const names[KVD_TIER_NR] = {"DRAM", "NVMe"};
+
+	for (u32 i = 0; kvd->tiering.tiers && i < KVD_TIER_NR; i++) {
+		const struct kvd_space *sp = kvd_tier_space(kvd->tiering.tiers, i);
+		const char *why = sp ? kvd_space_check(sp) : NULL;
+
+		if (why)
+			kvd_finding_add(fs, 1, 0, KVD_PFN_NONE, "%s tier: %s", names[i],
+					why);
+	}
+}
+
 int kvd_admin_audit(struct kvd_admin_call *call)
 {
 	struct kvd_findings fs = {.max = AUDIT_FINDINGS};
@@ -36,6 +51,7 @@ int kvd_admin_audit(struct kvd_admin_call *call)
 	r = kvd_audit(&call->kvd->core, &fs);
 	if (r < 0)
 		goto free_list;
+	audit_tiers(call->kvd, &fs);
 	if (fs.nr) {
 		call->kvd->audit_errors += fs.nr;
 		call->kvd->audit_last = fs.list[0];

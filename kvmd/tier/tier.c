@@ -8,7 +8,6 @@
 #include "kvmd/tier/tier.h"
 
 #include <errno.h>
-#include <sodium.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,7 +20,6 @@
 #include "kvmd/tier/tier_priv.h"
 
 #define COPY_DEADLINE_NS (10ull * KV_NSEC_PER_SEC)
-#define DROP_SLICE	 4096u
 
 /* ---------------------------------------------------------------- operations */
 
@@ -76,106 +74,11 @@ struct kvd_pool *tier_pool_of(const struct tier_op *op)
 	return pool && pool->fingerprint == op->want.fingerprint ? pool : NULL;
 }
 
-/* ------------------------------------------------------------------- tenants */
-
-static void ident_make(const struct kvd_tenant *tenant, struct kvd_ident *ret)
-{
-	static const u8 message[] = "kvmd tier";
-	const struct kvd_domain *d = tenant->domain;
-	u8 hash[crypto_generichash_BYTES_MIN];
-
-	kv_assert(!crypto_generichash(ret->domain, sizeof(ret->domain), message,
-				      sizeof(message), d->secret, sizeof(d->secret)));
-	kv_assert(!crypto_generichash(hash, sizeof(hash), (const u8 *)tenant->name,
-				      strlen(tenant->name), d->secret,
-				      sizeof(d->secret)));
-	memcpy(&ret->tenant, hash, sizeof(ret->tenant));
-}
-
-const struct tier_ident *tier_ident_of(struct kvd_tiers *t, u16 tenant)
-{
-	struct tier_ident *id = &t->idents[tenant];
-	const struct kvd_tenant *have = t->core->tenants[tenant];
-
-	if (!id->valid && have) {
-		ident_make(have, &id->ident);
-		id->domain_id = have->domain->id;
-		id->valid = true;
-	}
-	return id;
-}
-
-static bool identify(void *arg, const struct kvd_ident *ident, u32 *ret_domain,
-		     u16 *ret_tenant)
-{
-	struct kvd_tiers *t = arg;
-
-	for (u16 i = 0; i < KVD_TENANTS_MAX; i++) {
-		const struct tier_ident *id = tier_ident_of(t, i);
-
-		if (!id->valid || memcmp(&id->ident, ident, sizeof(*ident)))
-			continue;
-		*ret_domain = id->domain_id;
-		*ret_tenant = i;
-		return true;
-	}
-	return false;
-}
-
-static void describe(void *arg, u16 tenant, struct kvd_ident *ret)
-{
-	struct kvd_tiers *t = arg;
-
-	*ret = t->idents[tenant].ident;
-}
-
-/* A tenant or domain that is gone, or has its index from another one, stores nothing. */
-static void tenants_check(struct kvd_tiers *t)
-{
-	for (u16 i = 0; i < KVD_TENANTS_MAX; i++) {
-		struct tier_ident *id = &t->idents[i];
-		struct tier_ident now = {.valid = false};
-		const struct kvd_tenant *have = t->core->tenants[i];
-		u32 left =
-			t->dram.acct[i].nr + (t->store ? t->store->space.acct[i].nr : 0);
-
-		if (!id->valid)
-			continue;
-		if (have) {
-			ident_make(have, &now.ident);
-			if (have->domain->id == id->domain_id &&
-			    !memcmp(&now.ident, &id->ident, sizeof(now.ident)))
-				continue;
-		}
-		left -= kvd_space_drop_tenant(&t->dram, i, DROP_SLICE);
-		if (t->store)
-			left -= kvd_space_drop_tenant(&t->store->space, i, DROP_SLICE);
-		id->valid = left != 0; /* what is being copied goes next time */
-	}
-}
-
-static struct kvd_space *space_of(struct kvd_tiers *t, enum kvd_tier_id tier)
+struct kvd_space *tier_space_of(struct kvd_tiers *t, enum kvd_tier_id tier)
 {
 	if (tier == KVD_TIER_DRAM)
 		return &t->dram;
 	return t->store ? &t->store->space : NULL;
-}
-
-void kvd_tier_set_limits(struct kvd_tiers *t, enum kvd_tier_id tier, u16 tenant,
-			 const struct kvd_tier_limits *l)
-{
-	struct kvd_space *sp = space_of(t, tier);
-	struct kvd_space_account *a;
-
-	if (!sp)
-		return;
-	a = &sp->acct[tenant];
-	a->min_bytes = l->min_bytes;
-	a->high_bytes = l->high_bytes;
-	a->max_bytes = l->max_bytes;
-	a->weight = l->weight;
-	while (a->used_bytes > a->max_bytes && kvd_space_drop_tenant(sp, tenant, 1))
-		;
 }
 
 /* -------------------------------------------------------------------- copies */
@@ -313,7 +216,7 @@ void tier_dropped_last(struct kvd_tiers *t, const struct kvd_slot *s,
 		       enum kvd_tier_id from)
 {
 	const struct kvd_space *other =
-		space_of(t, from == KVD_TIER_DRAM ? KVD_TIER_NVME : KVD_TIER_DRAM);
+		tier_space_of(t, from == KVD_TIER_DRAM ? KVD_TIER_NVME : KVD_TIER_DRAM);
 	struct kvd_slot_name name = {s->key, s->fingerprint, s->domain};
 
 	t->stats.dropped += !other || kvd_space_find(other, &name) == KVD_SLOT_NONE;
@@ -362,7 +265,7 @@ u32 kvd_tier_drop_domain(struct kvd_tiers *t, u32 domain_id)
 	list_for_each_entry (op, &t->writing, node)
 		op->cancelled |= t->idents[op->tenant].domain_id == domain_id;
 	return domain_walk(&t->dram, domain_id, true) +
-	       domain_walk(space_of(t, KVD_TIER_NVME), domain_id, true);
+	       domain_walk(tier_space_of(t, KVD_TIER_NVME), domain_id, true);
 }
 
 u32 kvd_tier_count_domain(const struct kvd_tiers *t, u32 domain_id)
@@ -370,7 +273,7 @@ u32 kvd_tier_count_domain(const struct kvd_tiers *t, u32 domain_id)
 	struct kvd_tiers *mutable = (struct kvd_tiers *)t;
 
 	return domain_walk(&mutable->dram, domain_id, false) +
-	       domain_walk(space_of(mutable, KVD_TIER_NVME), domain_id, false);
+	       domain_walk(tier_space_of(mutable, KVD_TIER_NVME), domain_id, false);
 }
 
 bool kvd_tier_drop_page(struct kvd_tiers *t, const struct kvd_slot_name *name)
@@ -378,7 +281,7 @@ bool kvd_tier_drop_page(struct kvd_tiers *t, const struct kvd_slot_name *name)
 	bool had = false;
 
 	for (u32 i = 0; i < KVD_TIER_NR; i++) {
-		struct kvd_space *sp = space_of(t, i);
+		struct kvd_space *sp = tier_space_of(t, i);
 		u32 id = sp ? kvd_space_find(sp, name) : KVD_SLOT_NONE;
 
 		if (id == KVD_SLOT_NONE || kvd_slot_at(sp, id)->state != KVD_SLOT_READY)
@@ -410,8 +313,8 @@ static int store_start(struct kvd_tiers *t, char *error)
 		.pool = t->p.pool,
 		.pool_bytes = t->p.dram_bytes,
 		.force_threads = t->p.force_threads,
-		.identify = identify,
-		.describe = describe,
+		.identify = tier_identify,
+		.describe = tier_describe,
 		.arg = t,
 	};
 
@@ -553,7 +456,7 @@ bool kvd_tier_turn(struct kvd_tiers *t)
 void kvd_tier_tick(struct kvd_tiers *t)
 {
 	tier_restore_deadlines(t);
-	tenants_check(t);
+	tier_tenants_check(t);
 }
 
 u64 kvd_tier_serial(const struct kvd_tiers *t)
@@ -585,7 +488,7 @@ void kvd_tier_stats_each(const struct kvd_tiers *t,
 
 const struct kvd_space *kvd_tier_space(const struct kvd_tiers *t, enum kvd_tier_id tier)
 {
-	return space_of((struct kvd_tiers *)t, tier);
+	return tier_space_of((struct kvd_tiers *)t, tier);
 }
 
 const struct kvd_store *kvd_tier_store(const struct kvd_tiers *t)

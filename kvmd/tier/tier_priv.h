@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* tier/tier_priv.h - shared by tier.c, spill.c, restore.c and write.c only. Loop thread. */
+/* tier/tier_priv.h - shared by tier.c, budget.c, spill.c, restore.c and write.c only. Loop
+ * thread. */
 #ifndef KVD_TIER_PRIV_H
 #define KVD_TIER_PRIV_H
 
@@ -100,13 +101,20 @@ struct kvd_tiers {
 /* tier.c */
 struct tier_op *tier_op_get(struct kvd_tiers *t, enum op_kind kind);
 void tier_op_put(struct tier_op *op);
-const struct tier_ident *tier_ident_of(struct kvd_tiers *t, u16 tenant);
+struct kvd_space *tier_space_of(struct kvd_tiers *t, enum kvd_tier_id tier);
 struct kvd_pool *tier_pool_of(const struct tier_op *op);
 struct kvd_page_hdr *tier_hdr_at(const struct kvd_tiers *t, u32 dram);
 void tier_copy_queue(struct tier_op *op, enum kvd_tier_dir dir);
 void tier_bad_page(struct tier_op *op, const char *where);
 void tier_dropped_last(struct kvd_tiers *t, const struct kvd_slot *s,
 		       enum kvd_tier_id from);
+
+/* budget.c */
+const struct tier_ident *tier_ident_of(struct kvd_tiers *t, u16 tenant);
+bool tier_identify(void *arg, const struct kvd_ident *ident, u32 *ret_domain,
+		   u16 *ret_tenant);
+void tier_describe(void *arg, u16 tenant, struct kvd_ident *ret);
+void tier_tenants_check(struct kvd_tiers *t);
 
 /* spill.c */
 int tier_evict(void *arg, struct kvd_pool *pool, u32 pfn);
