@@ -297,8 +297,10 @@ int plan_params(const struct kvk_attn_args *a, struct attn_params *ret_p)
 	p.shift = a->pages.geometry.shift;
 	p.nr_pages = a->pages.geometry.nr_pages;
 	p.page_bytes = (uint32_t)kv_layer_bytes(l);
-	p.off = (KV_MUTANT(cuda_attn_no_verdict) ? DEV_NO_VERDICT : 0) |
-		(KV_MUTANT(cuda_attn_row_range) ? DEV_NO_ROW_RANGE : 0) |
+	p.off = (KV_MUTANT(no_verdict) || KV_MUTANT(cuda_attn_no_verdict) ? DEV_NO_VERDICT
+									  : 0) |
+		(KV_MUTANT(row_range) || KV_MUTANT(cuda_attn_row_range) ? DEV_NO_ROW_RANGE
+									: 0) |
 		(KV_MUTANT(cuda_attn_no_length) ? PLAN_NO_LENGTH : 0);
 	p.layer = a->layer;
 	p.layer_off = (uint64_t)kv_layer_stride(l) * a->layer;
