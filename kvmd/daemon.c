@@ -271,7 +271,7 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 	if (!r)
 		r = kvd_policy_apply(kvd, config, error, &deferred);
 	if (!r)
-		r = kvd_moving_open(kvd, config->tiers.dram_bytes, -1);
+		r = kvd_tiering_pool(kvd, config, error);
 	if (!r)
 		r = kvd_tiering_open(kvd, config, error);
 	if (r)

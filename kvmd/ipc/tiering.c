@@ -7,6 +7,7 @@
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "kvmd/daemon.h"
@@ -17,6 +18,7 @@
 #define LEAVE_NS     (2 * KV_NSEC_PER_SEC)
 #define BAD_FRESH_NS (600 * KV_NSEC_PER_SEC)
 #define WORKERS_MAX  4u
+#define DRAM_SHARE   90u
 /* No domain has such a name: a secret of the host's own, as domains have theirs. */
 #define HOST_MARK    "/tiers"
 
@@ -139,6 +141,27 @@ static void say(const struct kvd *kvd)
 	if (st->found.existed && !st->found.matched)
 		kvd_warn("ipc/tiering", "NVMe tier: emptied: its journal is not of this "
 					"host's secret, file or size");
+}
+
+/*
+ * All of the pool is allocated at once, so that a lack of memory is an error now and not a
+ * SIGBUS later (case O33); more than there is would end in the OOM killer.
+ */
+int kvd_tiering_pool(struct kvd *kvd, const struct kvd_config *config, char *error)
+{
+	u64 have = (u64)sysconf(_SC_PHYS_PAGES) * (u64)sysconf(_SC_PAGESIZE);
+	u64 want = config->tiers.dram_bytes;
+	int r = -ENOMEM;
+
+	if (want <= have / 100 * DRAM_SHARE)
+		r = kvd_moving_open(kvd, want, -1);
+	if (r && want)
+		snprintf(
+			error, KVD_CONFIG_ERROR_BYTES,
+			"tiers.dram.size: %llu: %s (%u %% of this host's memory are %llu)",
+			(unsigned long long)want, strerror(-r), DRAM_SHARE,
+			(unsigned long long)(have / 100 * DRAM_SHARE));
+	return r;
 }
 
 int kvd_tiering_open(struct kvd *kvd, const struct kvd_config *config, char *error)

@@ -39,7 +39,11 @@ struct kvd_tiering {
 	u64 bad_ns;
 };
 
-/** kvd_tiering_open() - after kvd_moving_open(), whose pool is the DRAM tier. Return: 0;
+/** kvd_tiering_pool() - kvd_moving_open() with the DRAM tier's memory. Return: as that;
+ * @error names the field */
+int kvd_tiering_pool(struct kvd *kvd, const struct kvd_config *config, char *error);
+
+/** kvd_tiering_open() - after kvd_tiering_pool(), whose pool is the DRAM tier. Return: 0;
  * -errno, @error names the field */
 int kvd_tiering_open(struct kvd *kvd, const struct kvd_config *config, char *error);
 

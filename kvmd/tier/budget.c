@@ -26,6 +26,14 @@ static void ident_make(const struct kvd_tenant *tenant, struct kvd_ident *ret)
 	memcpy(&ret->tenant, hash, sizeof(ret->tenant));
 }
 
+bool tier_same_domain(const struct kvd_tenant *tenant, const struct kvd_ident *ident)
+{
+	struct kvd_ident now;
+
+	ident_make(tenant, &now);
+	return !memcmp(now.domain, ident->domain, sizeof(now.domain));
+}
+
 const struct tier_ident *tier_ident_of(struct kvd_tiers *t, u16 tenant)
 {
 	struct tier_ident *id = &t->idents[tenant];

@@ -31,6 +31,7 @@ static void restore_over(struct tier_op *op)
 static void frame_publish(struct tier_op *op, struct kvd_pool *pool)
 {
 	struct kvd_tiers *t = op->t;
+	u8 key[KV_KEY_BYTES];
 	struct kvd_restored back = {
 		.key = op->want.key,
 		.parent_key = op->parent_key,
@@ -39,6 +40,13 @@ static void frame_publish(struct tier_op *op, struct kvd_pool *pool)
 		.root = op->root,
 	};
 
+	kvd_prefix_pool_key(pool, back.parent_key, back.tokens, key);
+	if (memcmp(key, back.key, sizeof(key)) && !KV_MUTANT(restored_key_not_checked)) {
+		op->bad = KVD_PAGE_BAD_NAME;
+		tier_bad_page(op, "restore: tokens that are not the key's");
+		kvd_restore_fail(pool, op->pfn);
+		return;
+	}
 	if (kvd_restore_end(pool, op->pfn, &back)) {
 		t->stats.restores_dup++;
 		return;
@@ -100,7 +108,10 @@ static void digest_done(struct kvd_work *w)
 	part_done(kv_container_of(w, struct tier_op, work));
 }
 
-/* The DRAM slot is READY and has this reader. */
+/*
+ * The DRAM slot is READY and has this reader. Ids of tenants, domains and pools may be
+ * others' by now: what counts is the domain's secret.
+ */
 static void frame_step(struct tier_op *op)
 {
 	struct kvd_tiers *t = op->t;
@@ -109,6 +120,7 @@ static void frame_step(struct tier_op *op)
 
 	if (op->cancelled || op->late || !pool || !tenant || t->stopped ||
 	    tenant->account.domain_id != pool->domain_id ||
+	    !tier_same_domain(tenant, &op->want.ident) ||
 	    kvd_restore_begin(tenant, pool, &op->pfn)) {
 		t->stats.restores_no_room += !op->late && !op->cancelled;
 		op->pfn = KVD_PFN_NONE;

@@ -111,6 +111,7 @@ void tier_dropped_last(struct kvd_tiers *t, const struct kvd_slot *s,
 
 /* budget.c */
 const struct tier_ident *tier_ident_of(struct kvd_tiers *t, u16 tenant);
+bool tier_same_domain(const struct kvd_tenant *tenant, const struct kvd_ident *ident);
 bool tier_identify(void *arg, const struct kvd_ident *ident, u32 *ret_domain,
 		   u16 *ret_tenant);
 void tier_describe(void *arg, u16 tenant, struct kvd_ident *ret);

@@ -421,6 +421,23 @@ KVT_TEST_T(killed_with_a_keeper_while_pages_move, 120)
 	killed_while_moving();
 }
 
+/* kvmctl upgrade: what is under way ends, the journal is closed, the next program goes on. */
+KVT_TEST(upgrade_leaves_a_clean_tier)
+{
+	keeper = true;
+	begin(BOTH);
+	make_many(40);
+	expect_within(counter("writes") > 50, 5000);
+	free(ipc_admin(&kvmd, "{\"op\":\"upgrade\"}"));
+	usleep(500000);
+	expect_within(number("tier", "tiers.nvme.adopted") > 50, 3000);
+	KVT_EXPECT_EQ(number("audit", "damage"), 0);
+	for (u32 seq = 1; seq <= 40; seq++)
+		fetch(seq);
+	KVT_EXPECT(counter("reads") >= SEQ_PAGES);
+	finish();
+}
+
 /* The mover is killed in the middle: its jobs are lost, another one goes on (O21). */
 KVT_TEST(mover_killed_while_pages_move)
 {
@@ -542,6 +559,8 @@ KVT_TEST(bad_configuration_is_refused_by_field)
 	refused("{\"dram\": {\"size\": \"8MiB\"}, \"nvme\": {\"path\": \"%s/nvme\", "
 		"\"size\": \"8TiB\"}}",
 		NULL, "tiers.nvme.size", "bytes are free there");
+	refused("{\"dram\": {\"size\": \"8TiB\"}}", NULL, "tiers.dram.size",
+		"of this host's memory");
 	snprintf(path, sizeof(path), "%s/nvme/pages", dir);
 	snprintf(to, sizeof(to), "%s/elsewhere", dir);
 	unlink(path);

@@ -68,6 +68,59 @@ KVT_TEST_T(r6_error_at_every_step_of_a_restore, 120)
 	world_close();
 }
 
+/* R5: the n-th step that can fail fails, for every n: what is left is whole, and what is
+ * found is right. */
+KVT_TEST_T(r5_each_step_fails_once, 120)
+{
+	u32 nth;
+
+	for (nth = 1; nth < 400; nth++) {
+		u64 fired;
+
+		world_open(true, 0);
+		kvd_fault_fail_nth(nth);
+		cache(1, 6);
+		evict(w.a, 6);
+		for (u64 i = 0; i < 7; i++) {
+			cache(1000 + i, 8);
+			evict(w.a, 8);
+		}
+		fetch(1, 6);
+		w.rig.now += 12000000000ull;
+		kvd_tier_tick(w.tiers);
+		settle();
+		fired = kvd_fault_fired();
+		kvd_fault_fail_nth(0);
+		world_check();
+		if (fetch(1, 6) < 6)
+			cache(2, 6);
+		world_close();
+		unlink(scratch("nvme/journal"));
+		if (!fired)
+			break;
+		nth += nth > 40 ? kvt_rand_below(8) : 0;
+	}
+	KVT_EXPECT(nth > 40 && nth < 400);
+}
+
+/* Tokens under another key, with every digest right: a header that was made up. */
+KVT_TEST(tokens_must_be_the_keys)
+{
+	struct kvd_page_hdr *hdr;
+
+	world_open(false, 0);
+	cache(1, 1);
+	evict(w.a, 1);
+	hdr = (void *)w.dram;
+	KVT_EXPECT_EQ(hdr->magic, KVD_PAGE_HDR_MAGIC);
+	rig_tokens(2, 0, hdr->tokens);
+	kvd_page_hdr_seal(hdr);
+	KVT_EXPECT_EQ(fetch(1, 1), 0);
+	KVT_EXPECT_EQ(look(w.s, w.a, 2, 1, NULL), 0);
+	KVT_EXPECT(stats()->bad_names >= 1);
+	world_close();
+}
+
 /* R7: eight tenants' pages come back through a disk that exchanges slots: all noticed. */
 KVT_TEST(r7_swapped_offsets_are_all_noticed)
 {

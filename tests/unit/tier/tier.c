@@ -270,6 +270,30 @@ KVT_TEST(tenant_budget_in_a_tier_is_kept)
 	world_close();
 }
 
+/* A tenant that left the policy stores nothing, and its place is nobody's inheritance. */
+KVT_TEST(tenant_that_left_stores_nothing)
+{
+	const struct kvd_space *dram, *nvme;
+	u16 index;
+
+	world_open(true, 0);
+	dram = kvd_tier_space(w.tiers, KVD_TIER_DRAM);
+	nvme = kvd_tier_space(w.tiers, KVD_TIER_NVME);
+	cache_with(w.sb, w.ab, 1, 8, 0);
+	evict(w.ab, 8);
+	index = w.blue->index;
+	KVT_EXPECT(dram->acct[index].nr == 8 && nvme->acct[index].nr == 8);
+	kvd_session_end(w.sb, "test");
+	kvd_session_work_ended(w.sb);
+	rig_run(&w.rig);
+	KVT_EXPECT_EQ(kvd_tenant_destroy(&w.rig.core, w.blue), 0);
+	w.blue = rig_tenant(&w.rig, w.rig.blue, "azure", 0, 0);
+	KVT_EXPECT_EQ(w.blue->index, index);
+	kvd_tier_tick(w.tiers);
+	KVT_EXPECT(dram->acct[index].nr == 0 && nvme->acct[index].nr == 0);
+	world_close();
+}
+
 /* O38: forgetting a domain's pages is forgetting them in the tiers, also those on their
  * way there. */
 KVT_TEST(o38_reset_reaches_the_tiers)
