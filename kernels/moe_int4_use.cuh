@@ -279,8 +279,8 @@ __global__ void __launch_bounds__(MOE_THREADS, 1)
 	moe_i4_kernel(const __grid_constant__ struct moe_i4 a)
 {
 	using S = moe_shape<NTMAX, WK, G>;
-	extern __shared__ uint8_t dynamic[];
-	__shared__ struct moe_shared<NTMAX> sh;
+	MOE_DYNAMIC(dynamic);
+	MOE_SHARED(struct moe_shared<NTMAX>, sh);
 	const uint32_t warp = threadIdx.x / 32;
 	struct moe_ring r = {}, rx = {};
 

@@ -92,7 +92,7 @@ __global__ void moe_zero_kernel(const struct moe_plan p)
 __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 	moe_plan_kernel(const struct moe_plan p)
 {
-	__shared__ struct plan_shared sh;
+	MOE_SHARED(struct plan_shared, sh);
 	const uint32_t e = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 	const uint32_t warps = min((p.nr_slots + 31) / 32, WARPS);
 	const uint32_t run = (p.nr_slots + warps * 32 - 1) / (warps * 32) * 32;

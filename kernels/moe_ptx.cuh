@@ -9,6 +9,10 @@
 #include <stdint.h>
 #include "arch.cuh"
 
+/* A CTA's shared memory. The emulator has other words for it. */
+#define MOE_SHARED(type, name) __shared__ type name
+#define MOE_DYNAMIC(name)      extern __shared__ uint8_t name[]
+
 __device__ __forceinline__ uint32_t ptx_smem(const void *p)
 {
 	return (uint32_t)__cvta_generic_to_shared(p);

@@ -35,4 +35,5 @@ $(EMUL_BINS): $(O)/tests/emul/%: $(O)/obj/tests/emul/%.o $(O)/obj/tests/kernels/
 TEST_BINS += $(EMUL_BINS)
 tests: $(EMUL_BINS)
 kernels: $(EMUL_BINS)
+include tests/emul/hopper/hopper.mk
 endif

@@ -1,0 +1,299 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * cuda_runtime.h - CUDA's words for a C++ compiler, so that kernels written for Hopper run
+ * on the CPU: found in place of the toolkit's header of this name. On top of machine.cc.
+ *
+ * It has what the kernels in hopper.mk use. "Device" memory is host memory, a launch runs at
+ * once. Atomics and global loads are plain: one thread runs at a time.
+ */
+#ifndef HOPPER_CUDA_RUNTIME_H
+#define HOPPER_CUDA_RUNTIME_H
+
+#include <algorithm>
+#include <functional>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+using std::max;
+using std::min;
+
+#define __device__
+#define __global__
+#define __host__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(x) __attribute__((aligned(x)))
+
+struct dim3 {
+	unsigned x, y, z;
+	dim3(unsigned nx = 1, unsigned ny = 1, unsigned nz = 1) : x(nx), y(ny), z(nz)
+	{
+	}
+};
+
+struct alignas(8) uint2 {
+	unsigned x, y;
+};
+
+struct alignas(16) uint4 {
+	unsigned x, y, z, w;
+};
+
+struct alignas(16) float4 {
+	float x, y, z, w;
+};
+
+static inline uint2 make_uint2(unsigned x, unsigned y)
+{
+	return {x, y};
+}
+
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w)
+{
+	return {x, y, z, w};
+}
+
+/* ---------------------------------------------------------------------------- machine.cc
+ */
+
+struct hopper_index {
+	unsigned x, y, z;
+};
+
+/* Of the thread that runs now. */
+extern hopper_index threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+
+/* A launch: all blocks of a small grid at once, else one after another. */
+void hopper_launch(dim3 grid, dim3 block, std::function<void()> thread);
+void hopper_yield(void);
+void hopper_barrier(uint32_t id, uint32_t nr_threads);
+void hopper_arrive(uint32_t id, uint32_t nr_threads);
+void hopper_warp_barrier(void);
+uint64_t *hopper_lanes(void); /* the warp's exchange: 16 words a lane */
+uint8_t *hopper_shared(void); /* the block's shared memory, address 0 */
+void *hopper_static(size_t bytes);
+
+template <class T> static inline T &hopper_static_as(void)
+{
+	return *(T *)hopper_static(sizeof(T));
+}
+
+/* moe_ptx.cuh's and dev.cuh's words for shared memory */
+#define MOE_SHARED(type, name)	 type &name = hopper_static_as<type>()
+#define MOE_DYNAMIC(name)	 uint8_t *const name = hopper_shared() + 1024
+#define DEV_DYNAMIC_SHARED(name) uint8_t *const name = hopper_shared() + 1024
+#define DEV_LAUNCH_SHARED(kernel, grid, block, bytes, stream, args)         \
+	do {                                                                \
+		auto args_ = args;                                          \
+		(void)(stream);                                             \
+		(void)(bytes);                                              \
+		hopper_launch((grid), (block), [args_] { kernel(args_); }); \
+	} while (0)
+
+/* ---------------------------------------------------------------------- device functions
+ */
+
+static inline void __syncthreads(void)
+{
+	hopper_barrier(0, blockDim.x);
+}
+
+static inline void __syncwarp(unsigned = ~0u)
+{
+	hopper_warp_barrier();
+}
+
+/* Every lane gives @value and gets what @pick makes of all 32. */
+template <class T, class F> static inline T hopper_exchange(T value, F pick)
+{
+	uint64_t *lanes = hopper_lanes();
+	T all[32], result;
+
+	memcpy(&lanes[threadIdx.x % 32 * 16], &value, sizeof(value));
+	hopper_warp_barrier();
+	for (int i = 0; i < 32; i++)
+		memcpy(&all[i], &lanes[i * 16], sizeof(value));
+	result = pick(all);
+	hopper_warp_barrier();
+	return result;
+}
+
+template <class T> static inline T __shfl_sync(unsigned, T value, unsigned lane)
+{
+	return hopper_exchange(value, [=](const T *all) { return all[lane % 32]; });
+}
+
+template <class T> static inline T __shfl_xor_sync(unsigned, T value, unsigned mask)
+{
+	return __shfl_sync(~0u, value, threadIdx.x ^ mask);
+}
+
+template <class T> static inline T __shfl_up_sync(unsigned, T value, unsigned by)
+{
+	const unsigned lane = threadIdx.x % 32;
+
+	return __shfl_sync(~0u, value, lane < by ? lane : lane - by);
+}
+
+static inline unsigned __ballot_sync(unsigned, int predicate)
+{
+	return hopper_exchange((unsigned)(predicate != 0), [](const unsigned *all) {
+		unsigned bits = 0;
+
+		for (int i = 0; i < 32; i++)
+			bits |= all[i] << i;
+		return bits;
+	});
+}
+
+static inline unsigned __reduce_max_sync(unsigned, unsigned value)
+{
+	return hopper_exchange(value, [](const unsigned *all) {
+		return *std::max_element(all, all + 32);
+	});
+}
+
+static inline unsigned __match_any_sync(unsigned, unsigned value)
+{
+	return hopper_exchange(value, [=](const unsigned *all) {
+		unsigned bits = 0;
+
+		for (int i = 0; i < 32; i++)
+			bits |= (unsigned)(all[i] == value) << i;
+		return bits;
+	});
+}
+
+static inline int __popc(unsigned v)
+{
+	return __builtin_popcount(v);
+}
+
+template <class T> static inline T __ldcg(const T *p)
+{
+	return *p;
+}
+
+template <class T> static inline T atomicAdd(T *p, T value)
+{
+	T old = *p;
+
+	*p += value;
+	return old;
+}
+
+static inline unsigned atomicAdd(unsigned *p, int value)
+{
+	return atomicAdd(p, (unsigned)value);
+}
+
+template <class T> static inline T atomicMax(T *p, T value)
+{
+	T old = *p;
+
+	*p = max(old, value);
+	return old;
+}
+
+template <class T> static inline T atomicOr(T *p, T value)
+{
+	T old = *p;
+
+	*p |= value;
+	return old;
+}
+
+static inline void __threadfence(void)
+{
+}
+
+static inline float __uint_as_float(uint32_t bits)
+{
+	float v;
+
+	memcpy(&v, &bits, sizeof(v));
+	return v;
+}
+
+static inline uint32_t __float_as_uint(float v)
+{
+	uint32_t bits;
+
+	memcpy(&bits, &v, sizeof(bits));
+	return bits;
+}
+
+#define __expf(x) expf(x)
+
+/* ------------------------------------------------------------------------------- runtime
+ */
+
+typedef struct hopper_stream *cudaStream_t;
+typedef enum cudaError { cudaSuccess = 0 } cudaError_t;
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+
+struct cudaLaunchAttribute {
+	enum cudaLaunchAttributeID id;
+	struct {
+		int programmaticStreamSerializationAllowed;
+	} val;
+};
+
+struct cudaLaunchConfig_t {
+	dim3 gridDim, blockDim;
+	size_t dynamicSmemBytes;
+	cudaStream_t stream;
+	cudaLaunchAttribute *attrs;
+	unsigned numAttrs;
+};
+
+#define HOPPER_SMS 3 /* so few that blocks meet each other's work */
+
+static inline cudaError_t cudaGetDevice(int *ret_device)
+{
+	*ret_device = 0;
+	return cudaSuccess;
+}
+
+static inline cudaError_t cudaDeviceGetAttribute(int *ret_value, cudaDeviceAttr, int)
+{
+	*ret_value = HOPPER_SMS;
+	return cudaSuccess;
+}
+
+static inline cudaError_t cudaGetLastError(void)
+{
+	return cudaSuccess;
+}
+
+/* More than an SM has: as on a device, an error. */
+template <class K>
+static inline cudaError_t cudaFuncSetAttribute(K, cudaFuncAttribute, int bytes)
+{
+	return bytes <= (227 << 10) ? cudaSuccess : (cudaError_t)1;
+}
+
+template <class T> static inline cudaError_t cudaGetSymbolAddress(void **ret_p, T &symbol)
+{
+	*ret_p = (void *)&symbol;
+	return cudaSuccess;
+}
+
+template <class A>
+static inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *c,
+					     void (*kernel)(A), const A &args)
+{
+	A copy = args;
+
+	hopper_launch(c->gridDim, c->blockDim, [=] { kernel(copy); });
+	return cudaSuccess;
+}
+
+#endif /* HOPPER_CUDA_RUNTIME_H */

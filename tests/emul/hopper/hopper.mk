@@ -1,0 +1,28 @@
+# Kernels written for Hopper on the CPU (machine.cc): moe.c runs the INT4 experts and linear for
+# few tokens without a GPU, nvcc or the toolkit. Included by ../emul.mk; x86-64 only.
+HOPPER_KERNELS := moe_int4 moe_int4_g32 moe_int4_g64 moe_int4_g128 moe_plan linear_few linear_tiled
+HOPPER_BIN := $(O)/tests/emul/hopper/moe
+HOPPER_OBJS := $(patsubst %,$(O)/obj/tests/emul/hopper/%.o,moe machine $(HOPPER_KERNELS:%=kernels/%))
+HOPPER_FLAGS := -Itests/emul/hopper -DCONFIG_CUDA
+HOPPER_CXXFLAGS := $(EMUL_CXXFLAGS) -Wno-unused-parameter -Wno-sign-compare \
+	-Wno-unused-local-typedefs -Wno-pass-failed -include tests/emul/hopper/ptx.h
+
+$(O)/obj/tests/emul/hopper/machine.o: tests/emul/hopper/machine.cc $(O)/obj/flags
+	$(call say,CXX,$<)
+	$(Q)mkdir -p $(@D) && $(CXX) $(HOPPER_FLAGS) $(CPPFLAGS) $(HOPPER_CXXFLAGS) -MMD -MP -c -o $@ $<
+
+$(O)/obj/tests/emul/hopper/kernels/%.o: kernels/%.cu $(O)/obj/flags
+	$(call say,CXX,$<)
+	$(Q)mkdir -p $(@D) && $(CXX) -x c++ $(HOPPER_FLAGS) $(CPPFLAGS) $(HOPPER_CXXFLAGS) \
+		-MMD -MP -c -o $@ $<
+
+$(O)/obj/tests/emul/hopper/moe.o: tests/emul/hopper/moe.c $(O)/obj/flags
+	$(call say,CC,$<)
+	$(Q)mkdir -p $(@D) && $(CC) $(HOPPER_FLAGS) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
+
+$(HOPPER_BIN): $(HOPPER_OBJS) $(O)/obj/tests/kernels/common.o $(O)/libkernels.a
+	$(call say,LD,$@)
+	$(Q)mkdir -p $(@D) && $(CXX) $(LDFLAGS) -o $@ $^ -fopenmp -lm
+
+TEST_BINS += $(HOPPER_BIN)
+tests: $(HOPPER_BIN)

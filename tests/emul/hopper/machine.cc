@@ -1,0 +1,302 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * machine.cc - runs kernels written for Hopper on the CPU, one thread at a time. x86-64.
+ *
+ * The blocks of a small grid run at the same time (a persistent kernel's blocks wait for each
+ * other), those of a larger one one after another. Each thread is a fiber with a stack; it
+ * runs until it ends or gives way: at a barrier of its block or warp, at an mbarrier, at a
+ * flag in global memory. Fibers take turns from a place that differs from round to round.
+ * Bulk copies complete after some rounds, in any order.
+ *
+ * What it shows beside the arithmetic and the addresses: that rings and barriers do not hang,
+ * and that nobody reads a slot before its copy has come or overwrites one that is still read,
+ * whatever comes first. A kernel with which nothing happens any more ends the program.
+ *
+ * What it cannot show: memory order, bank conflicts, limits of registers, speed, and whether
+ * a device's instruction does what ptx.h takes it for. Not for two threads.
+ */
+#include <cuda_runtime.h>
+#include <stdio.h>
+#include <vector>
+#include "machine.h"
+#include "ptx.h"
+
+hopper_index threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+enum {
+	WARP = 32,
+	NR_BARRIERS = 16,
+	STACK_BYTES = 128 << 10,
+	SHARED_BYTES = 288 << 10,
+	STATIC_AT = 236 << 10, /* __shared__ variables, behind what a launch asks for */
+	BLOCKS_AT_ONCE = 4,
+	IDLE_MAX = 20000, /* rounds in which nothing happened */
+};
+
+struct barrier {
+	uint32_t arrived;
+	uint64_t opened;
+};
+
+struct warp {
+	struct barrier all;
+	alignas(16) uint64_t lanes[WARP * 16];
+};
+
+struct block {
+	hopper_index index;
+	uint8_t *shared;
+	struct barrier barriers[NR_BARRIERS];
+	std::vector<struct warp> warps;
+};
+
+struct fiber {
+	void *sp;
+	struct block *block;
+	uint32_t thread;
+	size_t static_bytes;
+	bool ended;
+};
+
+struct copy {
+	uint8_t *shared;
+	uint32_t dst, bytes, bar;
+	const void *src;
+};
+
+static struct fiber *running;
+static void *scheduler_sp;
+static const std::function<void()> *body;
+static std::vector<struct copy> copies;
+static std::vector<uint8_t *> stacks;
+static uint64_t random_state = 1, nr_events;
+
+/* Keeps what a call keeps on the stack, leaves the stack in *@save and goes on with @load. */
+extern "C" void hopper_switch(void **save, void *load);
+asm(".text\n"
+    ".globl hopper_switch\n"
+    "hopper_switch:\n"
+    "	push %rbp\n"
+    "	push %rbx\n"
+    "	push %r12\n"
+    "	push %r13\n"
+    "	push %r14\n"
+    "	push %r15\n"
+    "	mov %rsp, (%rdi)\n"
+    "	mov %rsi, %rsp\n"
+    "	pop %r15\n"
+    "	pop %r14\n"
+    "	pop %r13\n"
+    "	pop %r12\n"
+    "	pop %rbx\n"
+    "	pop %rbp\n"
+    "	ret\n");
+
+static uint32_t random_next(void)
+{
+	random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
+	return (uint32_t)(random_state >> 33);
+}
+
+extern "C" void hopper_seed(uint64_t seed)
+{
+	random_state = seed;
+}
+
+void hopper_fault(const char *what)
+{
+	fprintf(stderr, "block %u thread %u: %s does not hold\n", blockIdx.x, threadIdx.x,
+		what);
+	abort();
+}
+
+/* ------------------------------------------------------------------------------- threads
+ */
+
+static void fiber_main(void)
+{
+	(*body)();
+	running->ended = true;
+	nr_events++;
+	for (;;)
+		hopper_switch(&running->sp, scheduler_sp);
+}
+
+void hopper_yield(void)
+{
+	hopper_switch(&running->sp, scheduler_sp);
+}
+
+static bool barrier_enter(struct barrier *b, uint32_t nr_threads)
+{
+	if (++b->arrived < nr_threads)
+		return false;
+	b->arrived = 0;
+	b->opened++;
+	nr_events++;
+	return true;
+}
+
+static void barrier_wait(struct barrier *b, uint32_t nr_threads)
+{
+	const uint64_t opened = b->opened;
+
+	if (barrier_enter(b, nr_threads))
+		return;
+	while (b->opened == opened)
+		hopper_yield();
+}
+
+void hopper_barrier(uint32_t id, uint32_t nr_threads)
+{
+	HOPPER_CHECK(id < NR_BARRIERS && nr_threads % WARP == 0);
+	barrier_wait(&running->block->barriers[id], nr_threads);
+}
+
+void hopper_arrive(uint32_t id, uint32_t nr_threads)
+{
+	HOPPER_CHECK(id < NR_BARRIERS && nr_threads % WARP == 0);
+	barrier_enter(&running->block->barriers[id], nr_threads);
+}
+
+static struct warp *warp_of(const struct fiber *f)
+{
+	return &f->block->warps[f->thread / WARP];
+}
+
+void hopper_warp_barrier(void)
+{
+	barrier_wait(&warp_of(running)->all, WARP);
+}
+
+uint64_t *hopper_lanes(void)
+{
+	return warp_of(running)->lanes;
+}
+
+uint8_t *hopper_shared(void)
+{
+	return running->block->shared;
+}
+
+/* All threads ask for the same variables in the same order. */
+void *hopper_static(size_t bytes)
+{
+	void *p = running->block->shared + STATIC_AT + running->static_bytes;
+
+	running->static_bytes += (bytes + 127) / 128 * 128;
+	HOPPER_CHECK(STATIC_AT + running->static_bytes <= SHARED_BYTES);
+	return p;
+}
+
+/* -------------------------------------------------------------------------------- copies
+ */
+
+void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
+{
+	HOPPER_CHECK(dst + bytes <= STATIC_AT);
+	copies.push_back({hopper_shared(), dst, bytes, bar, src});
+}
+
+/* Some of the copies that are under way arrive. */
+static void copies_step(void)
+{
+	for (size_t i = 0; i < copies.size();) {
+		const struct copy c = copies[i];
+
+		if (random_next() % 3) {
+			i++;
+			continue;
+		}
+		memcpy(c.shared + c.dst, c.src, c.bytes);
+		hopper_mbar_step((struct hopper_mbar *)(c.shared + c.bar), 0,
+				 -(int32_t)c.bytes);
+		copies[i] = copies.back();
+		copies.pop_back();
+		nr_events++;
+	}
+}
+
+/* ------------------------------------------------------------------------------- launches
+ */
+
+static void fiber_make(struct fiber *f, struct block *b, uint32_t thread, uint8_t *stack)
+{
+	uint64_t *sp = (uint64_t *)(stack + STACK_BYTES - 64);
+
+	*--sp = 0; /* fiber_main() does not return; keeps its stack aligned */
+	*--sp = (uint64_t)fiber_main;
+	for (int i = 0; i < 6; i++)
+		*--sp = 0;
+	*f = {sp, b, thread, 0, false};
+}
+
+static void fibers_run(std::vector<struct fiber> &fibers)
+{
+	size_t left = fibers.size();
+	uint32_t idle = 0;
+
+	while (left) {
+		const uint64_t before = nr_events;
+		const size_t first = random_next() % fibers.size();
+
+		for (size_t i = 0; i < fibers.size(); i++) {
+			struct fiber *f = &fibers[(first + i) % fibers.size()];
+
+			if (f->ended)
+				continue;
+			running = f;
+			threadIdx = {f->thread, 0, 0};
+			blockIdx = f->block->index;
+			hopper_switch(&scheduler_sp, f->sp);
+			left -= f->ended;
+		}
+		copies_step();
+		idle = nr_events == before ? idle + 1 : 0;
+		if (idle > IDLE_MAX) {
+			fprintf(stderr, "nothing happens any more; %zu threads left\n",
+				left);
+			abort();
+		}
+	}
+	HOPPER_CHECK(copies.empty());
+}
+
+static void blocks_run(dim3 grid, uint32_t first, uint32_t nr, uint32_t nr_threads)
+{
+	std::vector<struct block> blocks(nr);
+	std::vector<struct fiber> fibers((size_t)nr * nr_threads);
+
+	while (stacks.size() < fibers.size())
+		stacks.push_back((uint8_t *)aligned_alloc(4096, STACK_BYTES));
+	for (uint32_t i = 0; i < nr; i++) {
+		const uint32_t n = first + i;
+		struct block *b = &blocks[i];
+
+		b->index = {n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y};
+		b->shared = (uint8_t *)aligned_alloc(4096, SHARED_BYTES);
+		memset(b->shared, 0xff, SHARED_BYTES);
+		b->warps.resize((nr_threads + WARP - 1) / WARP);
+		for (uint32_t t = 0; t < nr_threads; t++) {
+			const size_t at = (size_t)i * nr_threads + t;
+
+			fiber_make(&fibers[at], b, t, stacks[at]);
+		}
+	}
+	fibers_run(fibers);
+	for (struct block &b : blocks)
+		free(b.shared);
+}
+
+void hopper_launch(dim3 grid, dim3 block, std::function<void()> thread)
+{
+	const uint32_t nr = grid.x * grid.y * grid.z;
+	const uint32_t at_once = nr <= BLOCKS_AT_ONCE ? nr : 1;
+
+	body = &thread;
+	gridDim = grid;
+	blockDim = block;
+	for (uint32_t i = 0; i < nr; i += at_once)
+		blocks_run(grid, i, min(at_once, nr - i), block.x);
+}

@@ -1,0 +1,18 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* machine.h - what a test says to machine.cc. C and C++. */
+#ifndef HOPPER_MACHINE_H
+#define HOPPER_MACHINE_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/** hopper_seed() - from now on another order of threads and copies */
+void hopper_seed(uint64_t seed);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* HOPPER_MACHINE_H */

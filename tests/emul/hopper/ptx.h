@@ -1,0 +1,306 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * ptx.h - the instructions that the kernels are made of, for the CPU. Included before each
+ * kernel file in place of arch.cuh, moe_ptx.cuh and tile_ptx.cuh, whose guards it takes.
+ *
+ * An mbarrier is its eight bytes in shared memory. A bulk copy completes at some later time,
+ * in any order (machine.cc); cp.async at once. A matrix product is made of exact products,
+ * summed in double and rounded once.
+ */
+#ifndef HOPPER_PTX_H
+#define HOPPER_PTX_H
+#define KVK_ARCH_CUH
+#define KVK_MOE_PTX_CUH
+#define KVK_TILE_PTX_CUH
+
+#include <cuda_runtime.h>
+#include "kernels/dev.cuh"
+#include "kernels/fp8.h"
+
+#define SM90_ASM(...)	   ((void)0)
+#define GRID_ASM(...)	   ((void)0)
+
+#define HOPPER_CHECK(what) ((what) ? (void)0 : hopper_fault(#what))
+void hopper_fault(const char *what); /* a device would not have done it */
+
+static inline uint32_t arch_e4m3_f16(uint32_t two)
+{
+	return kvk_f32_to_f16(kvk_e4m3_decode((uint8_t)two)) |
+	       (uint32_t)kvk_f32_to_f16(kvk_e4m3_decode((uint8_t)(two >> 8))) << 16;
+}
+
+static inline uint32_t arch_f32_e4m3(float lo, float hi)
+{
+	return kvk_e4m3_encode(lo) | (uint32_t)kvk_e4m3_encode(hi) << 8;
+}
+
+static inline uint32_t ptx_smem(const void *p)
+{
+	return (uint32_t)((const uint8_t *)p - hopper_shared());
+}
+
+/* ------------------------------------------------------------------------------ barriers
+ */
+
+struct hopper_mbar {
+	uint16_t count;	  /* arrivals of a phase */
+	uint16_t pending; /* of them, that are still to come */
+	int32_t bytes;	  /* announced and not there; bit 0: the phase */
+};
+
+static inline void hopper_mbar_step(struct hopper_mbar *b, uint32_t arrivals,
+				    int32_t bytes)
+{
+	HOPPER_CHECK(b->pending >= arrivals);
+	b->pending = (uint16_t)(b->pending - arrivals);
+	b->bytes += 2 * bytes;
+	if (b->pending || b->bytes >> 1)
+		return;
+	b->pending = b->count;
+	b->bytes ^= 1;
+}
+
+static inline struct hopper_mbar *hopper_mbar_at(uint32_t bar)
+{
+	HOPPER_CHECK(bar % 8 == 0);
+	return (struct hopper_mbar *)(hopper_shared() + bar);
+}
+
+static inline void ptx_mbar_init(uint32_t bar, uint32_t count)
+{
+	*hopper_mbar_at(bar) = {(uint16_t)count, (uint16_t)count, 0};
+}
+
+static inline void ptx_mbar_arrive(uint32_t bar)
+{
+	hopper_mbar_step(hopper_mbar_at(bar), 1, 0);
+}
+
+static inline void ptx_mbar_expect(uint32_t bar, uint32_t bytes)
+{
+	hopper_mbar_step(hopper_mbar_at(bar), 1, (int32_t)bytes);
+}
+
+static inline void ptx_mbar_wait(uint32_t bar, uint32_t parity)
+{
+	while ((uint32_t)(hopper_mbar_at(bar)->bytes & 1) == parity)
+		hopper_yield();
+}
+
+static inline void ptx_bar_sync(uint32_t id, uint32_t nr_threads)
+{
+	hopper_barrier(id, nr_threads);
+}
+
+static inline void ptx_bar_arrive(uint32_t id, uint32_t nr_threads)
+{
+	hopper_arrive(id, nr_threads);
+}
+
+static inline uint32_t ptx_ld_acquire(const uint32_t *p)
+{
+	hopper_yield();
+	return *p;
+}
+
+static inline void ptx_red_release(uint32_t *p, uint32_t v)
+{
+	*p += v;
+}
+
+static inline void ptx_fence_async(void)
+{
+}
+
+static inline void ptx_grid_wait(void)
+{
+}
+
+static inline void ptx_grid_launch(void)
+{
+}
+
+/* -------------------------------------------------------------------------------- copies
+ */
+
+void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar);
+
+static inline uint64_t ptx_policy_stream(void)
+{
+	return 0;
+}
+
+static inline void ptx_bulk(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
+{
+	HOPPER_CHECK(bytes && bytes % 16 == 0 && dst % 16 == 0 &&
+		     (uintptr_t)src % 16 == 0);
+	hopper_copy(dst, src, bytes, bar);
+}
+
+static inline void ptx_bulk_stream(uint32_t dst, const void *src, uint32_t bytes,
+				   uint32_t bar, uint64_t)
+{
+	ptx_bulk(dst, src, bytes, bar);
+}
+
+static inline void ptx_copy16(uint32_t dst, const void *src)
+{
+	HOPPER_CHECK(dst % 16 == 0 && (uintptr_t)src % 16 == 0);
+	memcpy(hopper_shared() + dst, src, 16);
+}
+
+static inline void ptx_copy_arrive(uint32_t bar)
+{
+	ptx_mbar_arrive(bar);
+}
+
+static inline void tile_copy16(void *dst, const void *src, uint32_t bytes)
+{
+	HOPPER_CHECK((uintptr_t)dst % 16 == 0 && (uintptr_t)src % 16 == 0);
+	memset(dst, 0, 16);
+	memcpy(dst, src, bytes);
+}
+
+static inline void tile_commit(void)
+{
+}
+
+template <int N> static inline void tile_wait_all_but(void)
+{
+}
+
+template <class T> static inline T hopper_lds(uint32_t a)
+{
+	T v;
+
+	HOPPER_CHECK(a % sizeof(T) == 0);
+	memcpy(&v, hopper_shared() + a, sizeof(v));
+	return v;
+}
+
+static inline uint4 ptx_lds128(uint32_t a)
+{
+	return hopper_lds<uint4>(a);
+}
+
+static inline uint2 ptx_lds64(uint32_t a)
+{
+	return hopper_lds<uint2>(a);
+}
+
+static inline float ptx_lds32(uint32_t a)
+{
+	return hopper_lds<float>(a);
+}
+
+static inline void ptx_sts32(uint32_t a, float v)
+{
+	HOPPER_CHECK(a % 4 == 0);
+	memcpy(hopper_shared() + a, &v, sizeof(v));
+}
+
+/* --------------------------------------------------------------------------- arithmetic
+ */
+
+template <bool BF16> static inline float hopper_half(uint32_t bits)
+{
+	return BF16 ? kvk_bf16_to_f32((uint16_t)bits) : kvk_f16_to_f32((uint16_t)bits);
+}
+
+template <bool BF16> static inline uint32_t hopper_round(float v)
+{
+	return BF16 ? kvk_f32_to_bf16(v) : kvk_f32_to_f16(v);
+}
+
+template <bool BF16> static inline uint32_t hopper_fma(uint32_t a, uint32_t b, uint32_t c)
+{
+	uint32_t d = 0;
+
+	for (int i = 0; i < 32; i += 16)
+		d |= hopper_round<BF16>(fmaf(hopper_half<BF16>(a >> i),
+					     hopper_half<BF16>(b >> i),
+					     hopper_half<BF16>(c >> i)))
+		     << i;
+	return d;
+}
+
+static inline uint32_t ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
+{
+	return hopper_fma<true>(a, b, c);
+}
+
+static inline uint32_t ptx_fma_f16x2(uint32_t a, uint32_t b, uint32_t c)
+{
+	return hopper_fma<false>(a, b, c);
+}
+
+static inline float ptx_f16_f32(uint32_t bits)
+{
+	return hopper_half<false>(bits);
+}
+
+static inline uint32_t ptx_and_or(uint32_t a, uint32_t mask, uint32_t magic)
+{
+	return (a & mask) | magic;
+}
+
+static inline uint32_t ptx_f16x2(float lo, float hi)
+{
+	return hopper_round<false>(lo) | hopper_round<false>(hi) << 16;
+}
+
+static inline uint32_t ptx_bf16x2(float lo, float hi)
+{
+	return hopper_round<true>(lo) | hopper_round<true>(hi) << 16;
+}
+
+/* m16n8k16: lane 4 g + t has rows g and g + 8 of a, column g of b, rows g and g + 8 of c. */
+template <bool BF16>
+static inline void hopper_mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+			      uint32_t b1, const float (&c)[4])
+{
+	const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+	uint32_t(*all)[32] = (uint32_t(*)[32])hopper_lanes();
+	float r[4];
+
+	memcpy(all[lane], a, sizeof(a));
+	all[lane][4] = b0;
+	all[lane][5] = b1;
+	hopper_warp_barrier();
+	for (unsigned i = 0; i < 4; i++) {
+		const unsigned col = 2 * t + i % 2;
+		double sum = c[i];
+
+		for (unsigned k = 0; k < 16; k++) {
+			const unsigned quad = k % 8 / 2, half = k % 2 * 16;
+
+			sum += (double)hopper_half<BF16>(
+				       all[4 * g + quad][k / 8 * 2 + i / 2] >> half) *
+			       hopper_half<BF16>(all[4 * col + quad][4 + k / 8] >> half);
+		}
+		r[i] = (float)sum;
+	}
+	hopper_warp_barrier();
+	memcpy(d, r, sizeof(r));
+}
+
+static inline void ptx_mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+				uint32_t b1, const float (&c)[4])
+{
+	hopper_mma<true>(d, a, b0, b1, c);
+}
+
+static inline void ptx_mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+			       uint32_t b1, const float (&c)[4])
+{
+	hopper_mma<false>(d, a, b0, b1, c);
+}
+
+template <bool BF16>
+static inline void tile_mma16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+			      uint32_t b1)
+{
+	hopper_mma<BF16>(d, a, b0, b1, d);
+}
+
+#endif /* HOPPER_PTX_H */
