@@ -132,12 +132,15 @@ static void say(const struct kvd *kvd)
 	if (!st)
 		return;
 	kvd_info("ipc/tiering",
-		 "NVMe tier: %s, %llu MiB, %s%s; %llu pages taken up (%s end), %llu of "
+		 "NVMe tier: %s, %llu MiB, %s%s; %llu pages taken up (%s), %llu of "
 		 "nobody here",
 		 kvd->config.tiers.nvme_path,
 		 (unsigned long long)(st->space.size_bytes >> 20), kvd_io_engine(st->io),
 		 st->direct ? "" : ", no O_DIRECT", (unsigned long long)st->adopted,
-		 st->found.clean ? "clean" : "unclean", (unsigned long long)st->orphans);
+		 !st->found.existed ? "new"
+		 : st->found.clean  ? "clean end"
+				    : "unclean end",
+		 (unsigned long long)st->orphans);
 	if (st->found.existed && !st->found.matched)
 		kvd_warn("ipc/tiering", "NVMe tier: emptied: its journal is not of this "
 					"host's secret, file or size");

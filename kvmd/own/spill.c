@@ -58,7 +58,6 @@ int kvd_restore_begin(struct kvd_tenant *tenant, struct kvd_pool *pool, u32 *ret
 		return r;
 	r = kvd_pool_nr_free(pool) ? 0 : kvd_extent_grow(pool);
 	if (r) {
-		kvd_reclaim_wake(pool, 1);
 		kvd_charge_drop(tenant, pool, 1);
 		return r;
 	}

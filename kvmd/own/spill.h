@@ -61,8 +61,7 @@ void kvd_spill_end(struct kvd_pool *pool, u32 pfn);
  * kvd_restore_begin() - a FREE page to be written by the copier, charged to @tenant
  * @ret_pfn: written on success
  *
- * Return: 0; KV_QUOTA, KV_FULL, KV_PENDING: none can be had now (background reclaim was
- *	asked); -errno of the generations.
+ * Return: 0; KV_QUOTA, KV_FULL, KV_PENDING: none can be had now; -errno of the backend.
  */
 int kvd_restore_begin(struct kvd_tenant *tenant, struct kvd_pool *pool, u32 *ret_pfn);
 

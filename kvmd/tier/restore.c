@@ -112,16 +112,30 @@ static void digest_done(struct kvd_work *w)
  * The DRAM slot is READY and has this reader. Ids of tenants, domains and pools may be
  * others' by now: what counts is the domain's secret.
  */
+static bool frame_wanted(struct tier_op *op, const struct kvd_tenant *tenant,
+			 const struct kvd_pool *pool)
+{
+	return !op->cancelled && !op->late && pool && tenant && !op->t->stopped &&
+	       tenant->account.domain_id == pool->domain_id &&
+	       tier_same_domain(tenant, &op->want.ident);
+}
+
 static void frame_step(struct tier_op *op)
 {
 	struct kvd_tiers *t = op->t;
 	struct kvd_tenant *tenant = t->core->tenants[op->tenant];
 	struct kvd_pool *pool = tier_pool_of(op);
+	int r = KV_MISS;
 
-	if (op->cancelled || op->late || !pool || !tenant || t->stopped ||
-	    tenant->account.domain_id != pool->domain_id ||
-	    !tier_same_domain(tenant, &op->want.ident) ||
-	    kvd_restore_begin(tenant, pool, &op->pfn)) {
+	if (frame_wanted(op, tenant, pool))
+		r = kvd_restore_begin(tenant, pool, &op->pfn);
+	if ((r == KV_FULL || r == KV_PENDING) && t->core->mm.now_ns < op->deadline_ns) {
+		/* Reclaim makes room: tier_frames_retry(). */
+		list_add_tail(&t->frames, &op->wait);
+		kvd_reclaim_wake(pool, ++t->nr_frames);
+		return;
+	}
+	if (r) {
 		t->stats.restores_no_room += !op->late && !op->cancelled;
 		op->pfn = KVD_PFN_NONE;
 		restore_over(op);
@@ -137,6 +151,42 @@ static void frame_step(struct tier_op *op)
 	op->work.run = digest_run;
 	op->work.done = digest_done;
 	kvd_work_submit(t->workers, &op->work);
+}
+
+static void frame_unwait(struct tier_op *op)
+{
+	list_del(&op->wait);
+	list_init(&op->wait);
+	op->t->nr_frames--;
+}
+
+/* In their order, as far as there is room. */
+void tier_frames_retry(struct kvd_tiers *t)
+{
+	for (u32 left = t->nr_frames; left; left--) {
+		struct tier_op *op = list_first(&t->frames, struct tier_op, wait);
+
+		frame_unwait(op);
+		frame_step(op);
+		if (t->nr_frames < left)
+			continue;
+		list_del(&op->wait);
+		list_add(&t->frames, &op->wait);
+		return;
+	}
+}
+
+static void frame_forget(struct tier_op *op)
+{
+	frame_unwait(op);
+	op->t->stats.restores_no_room++;
+	restore_over(op);
+}
+
+void tier_frames_forget(struct kvd_tiers *t)
+{
+	while (t->nr_frames)
+		frame_forget(list_first(&t->frames, struct tier_op, wait));
 }
 
 /* ---------------------------------------------------------------- NVMe -> DRAM */
@@ -237,7 +287,6 @@ static bool read_start(struct tier_op *op, const struct kvd_slot_name *name)
 	};
 	if (kvd_fault(KVD_FAULT_tier_read_swap))
 		op->io.off = swapped(sp, op->nvme, op->io.off);
-	op->deadline_ns = t->core->mm.now_ns + t->p.read_deadline_ns;
 	if (kvd_fault(KVD_FAULT_tier_read_late))
 		op->deadline_ns = 1;
 	kvd_space_get(sp, op->nvme);
@@ -286,10 +335,17 @@ void tier_restore_deadlines(struct kvd_tiers *t)
 
 	list_for_each_entry_safe (op, tmp, &t->all, node) {
 		bool queued = op->from_nvme && op->nvme != KVD_SLOT_NONE && !op->reading;
+		bool waiting = !queued && !op->reading && op->pfn == KVD_PFN_NONE &&
+			       !list_empty(&op->wait);
 
-		if (op->kind != OP_RESTORE || (!op->reading && !queued) || op->late ||
+		if (op->kind != OP_RESTORE || op->late ||
+		    (!op->reading && !queued && !waiting) ||
 		    t->core->mm.now_ns < op->deadline_ns || KV_MUTANT(tier_no_deadline))
 			continue;
+		if (waiting) {
+			frame_forget(op);
+			continue;
+		}
 		if (queued) {
 			t->stats.read_late++;
 			read_forget(op);
@@ -327,6 +383,7 @@ static struct tier_op *restore_op(struct kvd_tiers *t, const struct kvd_restore_
 	op->tenant = ask->tenant->index;
 	tier_ident_of(t, op->tenant);
 	op->root = ask->root;
+	op->deadline_ns = t->core->mm.now_ns + t->p.read_deadline_ns;
 	memcpy(op->parent_key, ask->parent_key, sizeof(op->parent_key));
 	return op;
 }

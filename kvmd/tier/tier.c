@@ -337,6 +337,7 @@ int kvd_tier_create(const struct kvd_tier_params *p, char *error, struct kvd_tie
 	list_init(&t->writing);
 	list_init(&t->late);
 	list_init(&t->reads);
+	list_init(&t->frames);
 	list_init(&t->copies[0]);
 	list_init(&t->copies[1]);
 	for (u16 i = 0; i < KVD_TIER_OPS; i++) {
@@ -379,6 +380,7 @@ void kvd_tier_stop(struct kvd_tiers *t)
 {
 	t->stopped = true;
 	tier_reads_forget(t);
+	tier_frames_forget(t);
 	/* What was not handed to the copier will not be. */
 	for (u32 dir = 0; dir < 2; dir++) {
 		struct tier_op *op, *tmp;
@@ -442,6 +444,7 @@ bool kvd_tier_turn(struct kvd_tiers *t)
 	bool more = false;
 
 	t->more = false;
+	tier_frames_retry(t);
 	copies_start(t, KVD_TIER_OUT);
 	copies_start(t, KVD_TIER_IN);
 	if (t->store) {

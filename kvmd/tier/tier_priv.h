@@ -12,14 +12,14 @@ enum op_kind { OP_FREE, OP_SPILL, OP_RESTORE, OP_WRITE };
 /**
  * struct tier_op - one page on its way
  * @node: free list; by age while under way (SPILL, RESTORE: @all, WRITE: @writing)
- * @wait: in a queue of copies or reads, or in a batch
+ * @wait: in a queue of copies, reads or for frames, or in a batch
  * @serial: number, ascending
  * @pool_id, @pfn: frame; KVD_PFN_NONE: none yet, none any more
  * @dram, @nvme: slots; KVD_SLOT_NONE
  * @want: what the bytes must be
  * @parent_key, @root: RESTORE: for the index
  * @tenant: RESTORE: who pays for the frame
- * @deadline_ns: of a read
+ * @deadline_ns: RESTORE: of its read and its wait for a frame
  * @parts: RESTORE: of copy and digest, how many are not done yet
  * @copy_status, @bad: what they came to; @bad is written by a worker
  * @from_nvme: RESTORE: @dram was filled for it
@@ -82,6 +82,8 @@ struct kvd_tiers {
 	struct list_node writing; /* WRITE */
 	struct list_node late;	  /* RESTORE whose reader is not awaited */
 	struct list_node reads;	  /* RESTORE that waits for its turn on the disk */
+	struct list_node frames;  /* RESTORE that waits for a free frame */
+	u32 nr_frames;
 	struct list_node copies[2];
 	u32 nr_copies[2];
 	struct tier_batch batches[KVD_TIER_BATCHES];
@@ -125,6 +127,8 @@ void tier_spill_copied(struct tier_op *op);
 bool tier_restore(void *arg, const struct kvd_restore_ask *ask);
 void tier_restore_copied(struct tier_op *op);
 void tier_restore_deadlines(struct kvd_tiers *t);
+void tier_frames_retry(struct kvd_tiers *t);
+void tier_frames_forget(struct kvd_tiers *t);
 void tier_reads_start(struct kvd_tiers *t);
 void tier_reads_forget(struct kvd_tiers *t);
 

@@ -146,6 +146,48 @@ KVT_TEST(o35_source_is_not_evicted_during_load_back)
 	world_close();
 }
 
+/* The pool is full of cached pages: what comes back takes their place. */
+KVT_TEST(full_pool_makes_room_for_what_comes_back)
+{
+	world_open(true, 0);
+	for (u64 seq = 1; seq <= 16; seq++) {
+		while (kvd_pool_nr_used(w.a->pool) > NR_PAGES - 8)
+			evict(w.a, 8);
+		cache(seq, 8);
+	}
+	for (u32 round = 0; round < 3; round++)
+		for (u64 seq = 1; seq <= 16; seq++)
+			KVT_EXPECT_EQ(fetch(seq, 8), 8);
+	KVT_EXPECT_EQ(stats()->restores_no_room, 0);
+	world_close();
+}
+
+/* No page of it can be had: whoever waits is let go at the deadline. */
+KVT_TEST(pool_in_use_lets_restores_go)
+{
+	struct kv_grant g[NR_PAGES];
+	u32 nr;
+
+	world_open(false, 0);
+	cache(1, 4);
+	evict(w.a, 4);
+	for (nr = 0; nr < NR_PAGES; nr++)
+		g[nr] = rig_alloc1(w.s2, w.a2);
+	KVT_EXPECT_EQ(look(w.s, w.a, 1, 4, NULL), 0);
+	settle();
+	KVT_EXPECT(kvd_tier_oldest(w.tiers) != KVD_TIER_NONE);
+	w.rig.now += 2000000000ull;
+	rig_run(&w.rig);
+	kvd_tier_tick(w.tiers);
+	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers), KVD_TIER_NONE);
+	KVT_EXPECT_EQ(stats()->restores_no_room, 4);
+	for (u32 i = 0; i < nr; i++)
+		rig_free1(w.s2, w.a2, g[i]);
+	rig_run(&w.rig);
+	KVT_EXPECT_EQ(fetch(1, 4), 4);
+	world_close();
+}
+
 /* O37: neither the digest alone nor the copy alone makes a page. */
 KVT_TEST(o37_page_is_found_after_copy_and_digest)
 {
