@@ -93,7 +93,7 @@ BINS := $(if $(main-kvmd),$(O)/kvmd) $(if $(main-tools/kvmctl),$(O)/kvmctl) \
 LIBS := $(O)/libkvclient.a $(O)/libkvclient.so
 
 .PHONY: all kernels tests clean help check check-mutants check-long check-layers check-abi \
-	check-format check-tour check-cc check-san check-fuzz fuzz-targets demo deps install-deps bundle
+	check-format check-tour check-cc check-san check-hostile check-fuzz fuzz-targets demo deps install-deps bundle
 all: $(BINS) $(LIBS)
 
 $(O)/libkvd.a: $(KVD_OBJS)
@@ -217,6 +217,14 @@ $(O)/tests/fake/libcuda.so: $(O)/obj/tests/fake/cuda_copy.o
 $(filter $(O)/tests/fault/% $(O)/tests/ipc/% $(O)/tests/unit/client/% \
 	$(O)/tests/unit/tools/%,$(TEST_BINS)): | $(FAKES)
 
+# The matrix of attacks is one program of several files.
+HOSTILE_OBJS := $(patsubst %.c,$(O)/obj/%.o,$(wildcard tests/hostile/*.c) tests/ipc/common.c)
+$(O)/tests/hostile/matrix: $(HOSTILE_OBJS) $(O)/libkvclient.a $(O)/libkernels.a $(O)/libengine.a
+	$(call say,LD,$@)
+	$(Q)mkdir -p $(@D) && $(CC) $(LDFLAGS) -o $@ $(filter %.o,$^) -Wl,--start-group $(filter %.a,$^) \
+		-Wl,--end-group $(LIB_ENG)
+TEST_BINS += $(O)/tests/hostile/matrix
+
 $(O)/tests/run: $(O)/obj/tests/run.o
 	$(call link,)
 
@@ -258,6 +266,9 @@ check-san: deps
 check-long: tests
 	$(Q)KV_BUILD=$(abspath $(O)) KVT_LONG=1 KVT_TIMEOUT_S=1800 $(O)/tests/ipc/restart_crash killed_at_any_store
 	$(Q)tests/model/check.sh long
+
+check-hostile: all $(O)/tests/hostile/matrix
+	$(Q)KV_BUILD=$(abspath $(O)) $(O)/tests/hostile/matrix --timing
 
 # Each fuzz target for FUZZ_SECONDS, and each planted bug until it is found (clang).
 check-fuzz: deps
