@@ -26,8 +26,13 @@
 
 void kvd_harden_environment(void)
 {
-	static const char *const keep[] = {"PATH",	 "LANG",       "NOTIFY_SOCKET",
-					   "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"};
+	static const char *const keep[] = {
+		"PATH",	      "LANG",	    "NOTIFY_SOCKET",
+		"LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES",
+#ifdef KV_MUTANTS
+		"KV_MUTANT",
+#endif
+	};
 	char *values[KV_ARRAY_SIZE(keep)] = {0};
 
 	if (KV_MUTANT(environment_kept))
