@@ -77,6 +77,7 @@ struct kvd_mm_ops {
  * @draining_bytes: part of @extent_bytes_used that comes back when sessions have unmapped
  * it
  * @own_debts: some account has a reclaim_debt
+ * @spill_stuck: nobody knows when SPILLING pages come back: the copier stands still
  * @own_debts_wait: and goes on when a tier takes pages again
  * @keep: NULL: nobody keeps extents
  * @gone_counters: of pools that are no more
@@ -99,6 +100,7 @@ struct kvd_mm {
 	u64 draining_bytes;
 	bool own_debts;
 	bool own_debts_wait;
+	bool spill_stuck;
 	const struct kvd_keep_ops *keep;
 	struct kvd_pool_counters gone_counters;
 	struct kvd_undo *undo;
@@ -255,10 +257,11 @@ static inline u32 kvd_pool_nr_used(const struct kvd_pool *pool)
 	       pool->nr[KVD_POISONED];
 }
 
-/** kvd_pool_nr_coming() - pages that become FREE by themselves */
+/** kvd_pool_nr_coming() - pages that become FREE by themselves, and soon */
 static inline u32 kvd_pool_nr_coming(const struct kvd_pool *pool)
 {
-	return pool->nr[KVD_QUARANTINE] + pool->nr[KVD_SPILLING];
+	return pool->nr[KVD_QUARANTINE] +
+	       (pool->mm->spill_stuck ? 0 : pool->nr[KVD_SPILLING]);
 }
 
 static inline u32 kvd_pool_extent_of(const struct kvd_pool *pool, u32 pfn)

@@ -15,6 +15,9 @@
 #include "kvmd/tier/crc.h"
 #include "kvmd/tier/tier_priv.h"
 
+#define SPILL_PART  4u
+#define SPILL_LEAST 8u
+
 static void want_fill(struct tier_op *op, const struct kvd_pool *pool,
 		      const struct kvd_frame *f)
 {
@@ -67,6 +70,15 @@ static bool stored(struct kvd_tiers *t, const struct kvd_slot_name *name)
 	return t->store && kvd_space_find(&t->store->space, name) != KVD_SLOT_NONE;
 }
 
+/* A part of the pool at a time: a copier that stands still takes no more with it. */
+static bool may_spill(const struct kvd_tiers *t, const struct kvd_pool *pool)
+{
+	u32 backed = pool->geo.nr_pages - pool->nr[KVD_ABSENT];
+
+	return t->nr_spills < KVD_TIER_SPILLS_MAX &&
+	       pool->nr[KVD_SPILLING] < KV_MAX(backed / SPILL_PART, SPILL_LEAST);
+}
+
 int tier_evict(void *arg, struct kvd_pool *pool, u32 pfn)
 {
 	struct kvd_tiers *t = arg;
@@ -79,9 +91,10 @@ int tier_evict(void *arg, struct kvd_pool *pool, u32 pfn)
 		t->stats.spills_had++;
 		return 0;
 	}
-	if (t->stopped || t->copier_down || !t->dram.acct[f->tenant].max_bytes)
+	if (t->stopped || t->copier_down || t->copier_stuck ||
+	    !t->dram.acct[f->tenant].max_bytes)
 		return 0;
-	op = t->nr_spills < KVD_TIER_SPILLS_MAX ? tier_op_get(t, OP_SPILL) : NULL;
+	op = may_spill(t, pool) ? tier_op_get(t, OP_SPILL) : NULL;
 	if (!op) {
 		t->stats.spills_waited++;
 		return -EAGAIN;

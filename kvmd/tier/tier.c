@@ -20,6 +20,7 @@
 #include "kvmd/tier/tier_priv.h"
 
 #define COPY_DEADLINE_NS (10ull * KV_NSEC_PER_SEC)
+#define COPIER_STUCK_NS	 (250 * KV_NSEC_PER_MSEC)
 
 /* ---------------------------------------------------------------- operations */
 
@@ -113,6 +114,7 @@ void kvd_tier_copied(struct kvd_tiers *t, u32 cookie, int status)
 		copied(op, status);
 	kv_assert(list_empty(&b->ops));
 	b->nr = 0;
+	t->progress_ns = t->core->mm.now_ns;
 	t->more = true;
 }
 
@@ -161,6 +163,28 @@ static void batch_undo(struct kvd_tiers *t, struct tier_batch *b)
 		t->nr_copies[b->dir]++;
 	}
 	b->nr = 0;
+}
+
+static u32 nr_batches(const struct kvd_tiers *t)
+{
+	u32 nr = 0;
+
+	for (u32 i = 0; i < KVD_TIER_BATCHES; i++)
+		nr += t->batches[i].nr != 0;
+	return nr;
+}
+
+/* Allocations must not wait for a copier that may never answer: what is evicted meanwhile
+ * is gone, and what it has does not count as on its way back. */
+static void copier_watch(struct kvd_tiers *t)
+{
+	u64 now = t->core->mm.now_ns;
+
+	if (!nr_batches(t))
+		t->progress_ns = now;
+	t->copier_stuck = now - t->progress_ns > COPIER_STUCK_NS &&
+			  !KV_MUTANT(stuck_copier_awaited);
+	t->core->mm.spill_stuck = t->copier_stuck || t->copier_down;
 }
 
 static void copies_start(struct kvd_tiers *t, enum kvd_tier_dir dir)
@@ -379,6 +403,7 @@ void kvd_tier_copier(struct kvd_tiers *t, bool down)
 void kvd_tier_stop(struct kvd_tiers *t)
 {
 	t->stopped = true;
+	t->core->mm.spill_stuck = false;
 	tier_reads_forget(t);
 	tier_frames_forget(t);
 	/* What was not handed to the copier will not be. */
@@ -444,6 +469,7 @@ bool kvd_tier_turn(struct kvd_tiers *t)
 	bool more = false;
 
 	t->more = false;
+	copier_watch(t);
 	tier_frames_retry(t);
 	copies_start(t, KVD_TIER_OUT);
 	copies_start(t, KVD_TIER_IN);

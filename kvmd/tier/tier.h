@@ -28,12 +28,13 @@
 #include "kvmd/own/spill.h"
 #include "kvmd/tier/store.h"
 
-#define KVD_TIER_OPS	    512u
-#define KVD_TIER_SPILLS_MAX 256u /* SPILLING pages: beyond, reclaim waits */
-#define KVD_TIER_BATCH	    64u	 /* pages in one copy job */
-#define KVD_TIER_BATCHES    64u
-#define KVD_TIER_FDS	    3u
-#define KVD_TIER_NONE	    (~0ull)
+#define KVD_TIER_OPS 512u
+#define KVD_TIER_SPILLS_MAX \
+	256u		     /* SPILLING pages, and a quarter of a pool: reclaim waits */
+#define KVD_TIER_BATCH	 64u /* pages in one copy job */
+#define KVD_TIER_BATCHES 64u
+#define KVD_TIER_FDS	 3u
+#define KVD_TIER_NONE	 (~0ull)
 
 /** Counters; each only grows. */
 #define KVD_TIER_COUNTERS(X)                                                 \

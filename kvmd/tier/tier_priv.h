@@ -93,7 +93,9 @@ struct kvd_tiers {
 	u64 serial;
 	bool stopped;
 	bool copier_down;
-	bool more; /* something ended that others wait for */
+	bool copier_stuck; /* it has jobs, and none has ended for COPIER_STUCK_NS */
+	u64 progress_ns;   /* a job ended, or the first one began */
+	bool more;	   /* something ended that others wait for */
 	u64 writes_off_until_ns;
 	char fault[128];
 	struct tier_ident idents[KVD_TENANTS_MAX];

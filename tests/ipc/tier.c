@@ -462,6 +462,93 @@ KVT_TEST(mover_killed_while_pages_move)
 	finish();
 }
 
+/* ---------------------------------------------------------------------- odd clients */
+
+static struct kv_sqe prefetch_sqe(struct ipc_raw *r, u32 seq)
+{
+	struct kv_lookup_arg *arg = raw_arg(r, 0);
+	struct kv_sqe sqe = raw_sqe(r, KV_OP_PREFETCH);
+
+	memset(arg, 0, sizeof(*arg));
+	tokens_of(seq, (u32 *)(arg + 1));
+	sqe.nr = SEQ_PAGES * KV_PAGE_TOKENS;
+	sqe.arg_off = 0;
+	sqe.arg_bytes = (u32)(sizeof(*arg) + sqe.nr * sizeof(u32));
+	return sqe;
+}
+
+KVT_TEST(prefetch_with_junk_is_refused)
+{
+	static struct ipc_raw r;
+	struct kv_sqe sqe;
+
+	begin(DRAM_ONLY);
+	make_many(40);
+	raw_open(&r, &kvmd);
+	sqe = prefetch_sqe(&r, 1);
+	((struct kv_lookup_arg *)raw_arg(&r, 0))->reserved[2] = 1;
+	KVT_EXPECT_EQ(raw_call(&r, sqe).result, -EINVAL);
+	sqe = prefetch_sqe(&r, 1);
+	sqe.nr--;
+	KVT_EXPECT_EQ(raw_call(&r, sqe).result, -EINVAL); /* arg_bytes does not fit */
+	sqe = prefetch_sqe(&r, 1);
+	sqe.gfp = KV_GFP_WAIT;
+	KVT_EXPECT_EQ(raw_call(&r, sqe).result, -EINVAL);
+	sqe = prefetch_sqe(&r, 1);
+	((struct kv_lookup_arg *)raw_arg(&r, 0))->max_pages = 3;
+	KVT_EXPECT_EQ(raw_call(&r, sqe).nr, 3);
+	raw_close(&r);
+	finish();
+}
+
+/* A client goes away, another one closes its pool, while what they asked for is on its way
+ * and the mover stands still. */
+KVT_TEST(clients_leave_while_pages_come_back)
+{
+	static struct ipc_raw r;
+	struct kv_cqe cqe;
+	pid_t mover;
+
+	begin(DRAM_ONLY);
+	make_many(40);
+	raw_open(&r, &kvmd);
+	mover = (pid_t)number("status", "mover.pid");
+	KVT_EXPECT(mover > 1);
+	kill(mover, SIGSTOP);
+	raw_push(&r, prefetch_sqe(&r, 1));
+	raw_push(&r, prefetch_sqe(&r, 2));
+	raw_kick(&r);
+	KVT_EXPECT_EQ(raw_pop(&r, &cqe, 200), -1); /* they wait */
+	raw_close(&r);
+	make(500); /* the others go on: its pages are free ones, or PENDING */
+	kill(mover, SIGCONT);
+	KVT_EXPECT_EQ(fetch(1), SEQ_PAGES);
+	expect_within(number("tier", "tiers.busy") == 0, 3000);
+	KVT_EXPECT_EQ(number("audit", "damage"), 0);
+	finish();
+}
+
+/* A mover that stands still: whoever waits is let go after a second. */
+KVT_TEST(prefetch_gives_up_in_time)
+{
+	u64 start;
+	u32 nr;
+	pid_t mover;
+	int r;
+
+	begin(DRAM_ONLY);
+	make_many(40);
+	mover = (pid_t)number("status", "mover.pid");
+	kill(mover, SIGSTOP);
+	start = kv_now_ns();
+	r = prefetch(1, &nr);
+	KVT_EXPECT(r == KV_PENDING || r == -ETIMEDOUT);
+	KVT_EXPECT(kv_now_ns() - start < 3 * KV_NSEC_PER_SEC);
+	kill(mover, SIGCONT);
+	KVT_EXPECT_EQ(fetch(1), SEQ_PAGES);
+	finish();
+}
+
 /* ------------------------------------------------------------------------- bad disks */
 
 static void with_faults(const char *spec, const char *const *counters, bool reads)

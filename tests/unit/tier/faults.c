@@ -253,11 +253,38 @@ KVT_TEST(reclaim_waits_for_the_copier)
 		KV_PENDING);
 	KVT_EXPECT(pending >= 40);
 	settle();
-	KVT_EXPECT_EQ(w.a->pool->nr[KVD_SPILLING] >= 40, 1);
+	KVT_EXPECT_EQ(w.a->pool->nr[KVD_SPILLING], NR_PAGES / 4);
+	KVT_EXPECT(stats()->spills_waited > 0);
 	world_check();
 	w.hold[KVD_TIER_OUT] = false;
 	settle();
 	KVT_EXPECT_EQ(rig_alloc(w.s, w.a, 40, KV_GFP_NOWAIT, g), 0);
+	for (u32 i = 0; i < 40; i++)
+		rig_free1(w.s, w.a, g[i]);
+	world_close();
+}
+
+/* The copier answers nothing: pages are dropped instead, and allocations go on. */
+KVT_TEST(stuck_copier_does_not_hold_up_allocations)
+{
+	struct kv_grant g[NR_PAGES];
+
+	world_open(false, 0);
+	for (u64 seq = 1; seq <= 8; seq++)
+		cache(seq, 8);
+	w.hold[KVD_TIER_OUT] = true;
+	kvd_reclaim_pool(w.a->pool, KVD_TENANTS_MAX, 60, false);
+	settle();
+	KVT_EXPECT_EQ(w.a->pool->nr[KVD_SPILLING], NR_PAGES / 4);
+	w.rig.now += 300000000ull;
+	rig_run(&w.rig);
+	kvd_tier_turn(w.tiers);
+	KVT_EXPECT_EQ(rig_alloc(w.s, w.a, 40, KV_GFP_WAIT | KV_GFP_RECLAIM, g), 0);
+	KVT_EXPECT_EQ(rig_alloc(w.s2, w.a2, 20, KV_GFP_WAIT | KV_GFP_RECLAIM, g + 40),
+		      KV_FULL); /* not PENDING: nobody knows when */
+	world_check();
+	w.hold[KVD_TIER_OUT] = false;
+	settle();
 	for (u32 i = 0; i < 40; i++)
 		rig_free1(w.s, w.a, g[i]);
 	world_close();
