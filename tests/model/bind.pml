@@ -1,15 +1,52 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * bind.pml - An extent index is reused while a client still maps the old extent (design 4).
- * Mutant: NOACK (reused before the unmap was acknowledged).
+ * One thread of the client hears of the removal, another is given a page of the new extent.
+ * Asserted: a page that was given is read in the memory that the index names now.
+ * Mutants: NOACK (reused before the unmap was acknowledged), ACK_FIRST (acknowledged before it was
+ * unmapped), TAG_FIRST (the page is given before the index has its new memory).
  * Sequentially consistent; weak memory is argued in docs/safety.md. Run: tests/model/check.sh
  */
-/* extent index reuse: client A keeps old mapping of index 3; kvmd reuses index; valid tag, old memory */
-byte mapA=1; byte cur=1; byte tag=1; bool ackA=false; byte hit=0;
-proctype A(){ do :: mapA!=cur && !ackA -> mapA=0; ackA=true :: hit==3 -> if :: mapA==0 -> mapA=cur :: else fi; assert(mapA==2); break od }
-proctype K(){ tag=2;
-#ifndef NOACK
- ackA || (cur==2) -> 
+byte map = 1;			/* what the client maps there: 0 nothing, 1 old, 2 new */
+byte cur = 1;			/* what kvmd has there */
+bool removed = false, ack = false, given = false;
+
+proctype dispatcher()
+{
+	removed;
+#ifdef ACK_FIRST
+	ack = true;
+	map = 0
+#else
+	map = 0;
+	ack = true
 #endif
- cur=2; tag=3; hit=3 }
-init { atomic { cur=0; run A(); run K() } }
+}
+
+proctype user()
+{
+	given;
+	if
+	:: map == 0 -> map = cur
+	:: else
+	fi;
+	assert(map == 2)
+}
+
+proctype kvmd()
+{
+	cur = 0;
+	removed = true;
+#ifndef NOACK
+	ack;
+#endif
+#ifdef TAG_FIRST
+	given = true;
+	cur = 2
+#else
+	cur = 2;
+	given = true
+#endif
+}
+
+init { atomic { run dispatcher(); run user(); run kvmd() } }

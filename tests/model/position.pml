@@ -5,7 +5,8 @@
  * Each block carries the log from the stream's position to log_head. If the position moves when
  * the block is built and the launch then fails, the mirror misses those entries for ever.
  * Asserted: a step that passes its check reads a page that is still its own.
- * Mutant: EARLY (the position moves when the block is built).
+ * Mutants: EARLY (the position moves when the block is built), LATE (log_head is read before the
+ * announce), PAST (the position moves to what is logged by now, not to what the block held).
  */
 byte head = 0;          /* entries logged: entry 1 kills the page */
 byte tag = 1;           /* 1 live, 2 killed */
@@ -23,8 +24,13 @@ proctype stream()
 	do
 	:: n < 3 ->
 		n++;
+#ifdef LATE
+		to = head;
+		slot = epoch;
+#else
 		slot = epoch;
 		to = head;
+#endif
 		word = 0;
 		if
 		:: to > position -> word = tag  /* block holds the entry */
@@ -39,7 +45,11 @@ proctype stream()
 			:: word > mirror -> mirror = word
 			:: else -> skip
 			fi;
+#ifdef PAST
+			position = head;
+#else
 			position = to;
+#endif
 			if
 			:: mirror == 1 -> assert(bytes == 1); skip; assert(bytes == 1)
 			:: else -> skip

@@ -2,7 +2,8 @@
 /*
  * ring.pml - A hostile producer rewrites entries and lies about the tail (design 6, cases O57).
  * Asserted: what was checked is what is used; the consumer stays inside the ring.
- * Mutant: DOUBLE_FETCH (the entry is read again after its check).
+ * Mutants: DOUBLE_FETCH (the entry is read again after its check), TRUST_TAIL (the tail is not
+ * compared with the ring's size), TRUST_HEAD (the consumer takes its own position from the ring).
  * Sequentially consistent; weak memory is argued in docs/safety.md. Run: tests/model/check.sh
  */
 /* ring.pml: hostile producer; -DDOUBLE_FETCH is the mutant */
@@ -14,13 +15,23 @@ active proctype hostile() { byte i;
         if :: ent[i]=0 :: ent[i]=1 :: ent[i]=2 :: ent[i]=3 fi
      :: tail<6 -> tail++
      :: tail<6 -> tail = tail + 3           /* lies */
+     :: tail<6 -> head_pub = 9              /* not its word to store */
      :: executed>=6 -> break
      :: break od }
-active proctype daemon() { byte head=0; byte t; byte v; byte avail;
-  do :: atomic { t = tail } avail = t - head;
-        if :: avail > N -> break            /* quarantine */
+active proctype daemon() { byte head=0; byte t; byte v; byte avail; byte mine=0;
+  do ::
+#ifdef TRUST_HEAD
+        head = head_pub;
+#endif
+        assert(head == mine);
+        atomic { t = tail } avail = t - head;
+        if
+#ifndef TRUST_TAIL
+           :: avail > N -> break            /* quarantine */
+#endif
            :: avail == 0 -> if :: executed>=6 -> break :: timeout -> break :: skip fi
            :: else ->
+              assert(avail <= N);
 #ifdef DOUBLE_FETCH
               if :: ent[head % N] < MAXPG -> v = ent[head % N]; assert(v < MAXPG); executed++
                  :: else -> skip fi;
@@ -28,7 +39,7 @@ active proctype daemon() { byte head=0; byte t; byte v; byte avail;
               v = ent[head % N];
               if :: v < MAXPG -> assert(v < MAXPG); executed++ :: else -> skip fi;
 #endif
-              head++; head_pub = head
+              head++; mine++; head_pub = head
         fi
      :: executed>=6 -> break od;
   assert(head <= 12) }

@@ -6,7 +6,8 @@
  * epoch. With one epoch for the whole session, a new step's announce hides the older step that
  * still runs on the old word.
  * Asserted: the page is not reused while either step reads it.
- * Mutant: PER_SESSION (one epoch word, overwritten by each step, IDLE when the last one ends).
+ * Mutants: PER_SESSION (one epoch word, overwritten by each step, IDLE when the last one ends),
+ * FIRST_ONLY (kvmd looks at the first slot), LATE (a step announces after its check).
  */
 byte epoch = 1;
 byte slot[2];
@@ -23,11 +24,15 @@ proctype step(byte i)
 		n++;
 #ifdef PER_SESSION
 		atomic { running++; session_epoch = epoch };
-#else
+#elif !defined(LATE)
 		slot[i] = epoch;
 #endif
 		if
-		:: tag == 1 -> assert(bytes == 1); skip; assert(bytes == 1)
+		:: tag == 1 ->
+#ifdef LATE
+			slot[i] = epoch;
+#endif
+			assert(bytes == 1); skip; assert(bytes == 1)
 		:: else -> skip
 		fi;
 #ifdef PER_SESSION
@@ -55,7 +60,9 @@ proctype kvmd()
 	(session_epoch == 0 || session_epoch >= e);
 #else
 	(slot[0] == 0 || slot[0] >= e);
+#ifndef FIRST_ONLY
 	(slot[1] == 0 || slot[1] >= e);
+#endif
 #endif
 	bytes = 2
 }

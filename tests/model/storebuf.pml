@@ -7,7 +7,8 @@
  * in Dekker's algorithm. A store waits in a one-entry buffer until it drains or a fence empties
  * it; a process sees its own buffered store.
  * Asserted: the page is not reused while a step that saw the old word reads it.
- * Mutants: NO_CLIENT_FENCE (P3's barrier), NO_KVMD_FENCE (P6's barrier).
+ * Mutants: NO_CLIENT_FENCE (P3's barrier), NO_KVMD_FENCE (P6's barrier), RETIRE_EARLY (IDLE is stored
+ * before the step's last access).
  */
 byte slot = 0;  bool slot_buf = false; byte slot_val;   /* session's store buffer */
 byte kill = 0;  bool kill_buf = false;                  /* kvmd's store buffer */
@@ -34,7 +35,12 @@ proctype session()
 	(!slot_buf);
 #endif
 	if
-	:: kill == 0 -> assert(bytes == 1); skip; assert(bytes == 1)
+	:: kill == 0 -> assert(bytes == 1);
+#ifdef RETIRE_EARLY
+		(!slot_buf);
+		atomic { slot_val = 0; slot_buf = true };
+#endif
+		skip; assert(bytes == 1)
 	:: else -> skip
 	fi;
 	(!slot_buf);                                    /* stores drain in order */

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * twostream.pml - Two streams of one session share a tag mirror (P1, P3): words only grow, applied by max.
- * Mutant: PLAIN (plain stores: a late stream brings an old word back).
+ * Mutants: PLAIN (plain stores: a late stream brings an old word back), POSITION_FIRST (the mirror's
+ * position moves before its words do), LATE (the target is read before the announce).
  * Sequentially consistent; weak memory is argued in docs/safety.md. Run: tests/model/check.sh
  */
 /* two streams of one session share a mirror; each applies what it read after its own announce.
@@ -9,8 +10,15 @@
 byte T=1; byte E=1; byte slot[2]; byte mir=1; byte mpos=1; byte bytes=1;
 proctype stream(byte i) { byte v; byte tgt; byte n=0;
  do :: n<2 -> n++;
-   slot[i]=E; tgt=E;                       
-   if :: mpos<tgt -> 
+#ifdef LATE
+   tgt=E; slot[i]=E;
+#else
+   slot[i]=E; tgt=E;
+#endif
+   if :: mpos<tgt ->
+#ifdef POSITION_FIRST
+        atomic { if :: tgt>mpos -> mpos=tgt :: else fi };
+#endif
         v=T;                               /* read authority (or log) */
 #ifdef PLAIN
         mir=v; 
