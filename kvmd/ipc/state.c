@@ -176,6 +176,24 @@ static int env_save(void *arg, enum kvd_saved what, u64 value)
 	return 0;
 }
 
+/* Nobody else ever sees it: no file. In 4 KiB pages of a memfd its faults were a quarter of
+ * a restart. */
+static int scratch_alloc(struct kvd_region *r)
+{
+	void *addr = mmap(NULL, r->size_bytes, PROT_READ | PROT_WRITE,
+			  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	if (addr == MAP_FAILED)
+		return -errno;
+	madvise(addr, r->size_bytes, MADV_DONTFORK);
+	madvise(addr, r->size_bytes, MADV_DONTDUMP);
+	if (r->size_bytes >= KVD_REGION_HUGE)
+		madvise(addr, r->size_bytes, MADV_HUGEPAGE);
+	r->addr = addr;
+	r->fd = -1;
+	return 0;
+}
+
 static int env_region_alloc(void *arg, struct kvd_region *r)
 {
 	static const char *const names[] = {
@@ -183,7 +201,6 @@ static int env_region_alloc(void *arg, struct kvd_region *r)
 		[KVD_REGION_FRAMES] = "kvmd-frames",
 		[KVD_REGION_TOKENS] = "kvmd-tokens",
 		[KVD_REGION_LEASES] = "kvmd-leases",
-		[KVD_REGION_SCRATCH] = "kvmd-scratch",
 	};
 	struct kvd_state *state = arg;
 	enum kvd_memfd_seals seals =
@@ -193,6 +210,8 @@ static int env_region_alloc(void *arg, struct kvd_region *r)
 	if (kvd_fault(r->kind == KVD_REGION_TABLE ? KVD_FAULT_table_alloc
 						  : KVD_FAULT_record_alloc))
 		return -ENOMEM;
+	if (r->kind == KVD_REGION_SCRATCH)
+		return scratch_alloc(r);
 	e = kvd_memfd_create(names[r->kind], r->size_bytes, seals, &r->addr, &r->fd);
 	if (e)
 		return e;

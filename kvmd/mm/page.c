@@ -37,10 +37,10 @@ static const char *const state_names[KVD_FRAME_STATES] = {
 };
 
 static const char *const event_names[KVD_EV_NR] = {
-	"none",	  "extent-added", "extent-removed", "alloc", "stock",	"pop",
-	"recall", "seal",	  "findable",	    "pin",   "unpin",	"hit",
-	"free",	  "death",	  "revoke",	    "evict", "release", "poison",
-	"hold",	  "unhold",	"spill",	    "restore", "restored",
+	"none",	  "extent-added", "extent-removed", "alloc",   "stock",	   "pop",
+	"recall", "seal",	  "findable",	    "pin",     "unpin",	   "hit",
+	"free",	  "death",	  "revoke",	    "evict",   "release",  "poison",
+	"hold",	  "unhold",	  "spill",	    "restore", "restored",
 };
 
 const char *kvd_frame_state_str(u32 state)
@@ -160,6 +160,15 @@ bool kvd_frame_restore(const struct kvd_undo *undo, struct kvd_pool *pool, u32 p
 		return false;
 	memcpy(f, undo->image, sizeof(undo->image));
 	return true;
+}
+
+void kvd_frame_adopt_same(struct kvd_pool *pool, u32 pfn)
+{
+	const struct kvd_frame *f = &pool->frames[pfn];
+
+	pool->nr[f->state]++;
+	if (!(BIT(f->state) & UNOWNED))
+		pool->mm->accounts[f->tenant]->nr[f->state]++;
 }
 
 void kvd_frame_adopt(struct kvd_pool *pool, u32 pfn, u32 state)

@@ -85,7 +85,7 @@ enum kvd_page_event {
 	KVD_EV_EVICT,
 	KVD_EV_RELEASE, /* grace period over */
 	KVD_EV_POISON,
-	KVD_EV_HOLD,   /* by an operator */
+	KVD_EV_HOLD, /* by an operator */
 	KVD_EV_UNHOLD,
 	KVD_EV_SPILL,
 	KVD_EV_RESTORE,
@@ -300,6 +300,9 @@ bool kvd_frame_restore(const struct kvd_undo *undo, struct kvd_pool *pool, u32 p
  * @state: what it is from now on; the legality table does not apply
  */
 void kvd_frame_adopt(struct kvd_pool *pool, u32 pfn, u32 state);
+
+/** kvd_frame_adopt_same() - the same for one that stays as it is: nothing is stored */
+void kvd_frame_adopt_same(struct kvd_pool *pool, u32 pfn);
 
 /**
  * kvd_frame_history() - copy a page's history, oldest first

@@ -12,12 +12,12 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include "base/mutant.h"
 #include "kvmd/own/adopt.h"
 #include "kvmd/own/image.h"
 
-#define LIVE_STATES \
-	(1u << KVD_MAGAZINE | 1u << KVD_ACTIVE | SEALED_STATES)
+#define LIVE_STATES   (1u << KVD_MAGAZINE | 1u << KVD_ACTIVE | SEALED_STATES)
 #define SEALED_STATES (1u << KVD_SEALED | 1u << KVD_CACHED | 1u << KVD_SPILLING)
 
 struct aged {
@@ -233,6 +233,16 @@ static void page_free(struct kvd_frame *f, u32 pfn)
 		f->nr_events = 1;
 }
 
+/* Is the record as it would be written? Most are: nothing of them is stored. */
+static bool stays(const struct work *w, u32 pfn, u32 state)
+{
+	const struct kvd_frame *f = &w->pool->frames[pfn];
+	u32 refs = w->refs[pfn] + (f->flags & KVD_FRAME_SEALING ? 1 : 0);
+
+	return pfn != w->last && state == f->state && refs == f->refs &&
+	       (1u << state & LIVE_STATES) && backed(w->pool, pfn);
+}
+
 /* Pass 3: one page gets its state; its record says so, with a right check word. */
 static void page_place(struct work *w, u32 pfn)
 {
@@ -242,6 +252,12 @@ static void page_place(struct work *w, u32 pfn)
 
 	if (untouched(f) && !is_bad(w, pfn) && !backed(pool, pfn)) {
 		kvd_frame_adopt(pool, pfn, KVD_ABSENT);
+		return;
+	}
+	if (!untouched(f) && !is_bad(w, pfn) && stays(w, pfn, state_of(w, f))) {
+		kvd_frame_adopt_same(pool, pfn);
+		pool->table.tags[pfn] = f->tag;
+		w->ad->pages++;
 		return;
 	}
 	kvd_frame_touch(pool, pfn);
@@ -361,16 +377,20 @@ int kvd_adopt_frames(struct kvd_core *core, struct kvd_pool *pool, bool lossy,
 		.ad = ad,
 		.lossy = lossy,
 		.last = undo->pool_id == pool->id ? undo->pfn : KVD_PFN_NONE,
-		.refs = calloc(n, sizeof(u32)),
-		.bad = calloc(kv_div_round_up(n, 64), sizeof(u64)),
-		.cached = calloc(n, sizeof(struct aged)),
 	};
-	int r = -ENOMEM;
+	u64 bad_bytes = kv_div_round_up(n, 64) * sizeof(u64);
+	u64 bytes = bad_bytes + n * (sizeof(struct aged) + sizeof(u32));
+	/* All of it is used: one call, not a fault for each 4 KiB. */
+	u8 *block = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+			 MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+	int r;
 
-	if (w.refs && w.bad && w.cached)
-		r = work_run(&w);
-	free(w.refs);
-	free(w.bad);
-	free(w.cached);
+	if (block == MAP_FAILED)
+		return -ENOMEM;
+	w.bad = (u64 *)block;
+	w.cached = (struct aged *)(block + bad_bytes);
+	w.refs = (u32 *)(w.cached + n);
+	r = work_run(&w);
+	munmap(block, bytes);
 	return r;
 }
