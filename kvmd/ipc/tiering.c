@@ -286,13 +286,17 @@ void kvd_tiering_turn(struct kvd *kvd)
 {
 	struct kvd_tiering *tg = &kvd->tiering;
 
+	u32 nr_jobs;
+
 	tg->more = false;
 	if (!tg->tiers)
 		return;
+	nr_jobs = kvd_mover_nr_jobs(kvd->moving.mover);
 	kvd_tier_copier(tg->tiers, copier_down(kvd));
 	tg->more = kvd_tier_turn(tg->tiers);
 	/* Jobs that were submitted just now are handed over. */
-	kvd_moving_turn(kvd);
+	if (kvd_mover_nr_jobs(kvd->moving.mover) != nr_jobs)
+		kvd_moving_turn(kvd);
 }
 
 void kvd_tiering_tick(struct kvd *kvd)

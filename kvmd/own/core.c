@@ -225,7 +225,9 @@ void kvd_stat(const struct kvd_session *s, const struct kvd_attach *a,
 	ret->nr_active = pool->nr[KVD_ACTIVE];
 	ret->nr_sealed = pool->nr[KVD_SEALED];
 	ret->nr_cached = pool->nr[KVD_CACHED];
-	ret->nr_quarantine = pool->nr[KVD_QUARANTINE];
+	/* Also what is on its way to or from a tier: counts sum to nr_pages. */
+	ret->nr_quarantine = pool->nr[KVD_QUARANTINE] + pool->nr[KVD_SPILLING] +
+			     pool->nr[KVD_RESTORING];
 	ret->nr_magazine = pool->nr[KVD_MAGAZINE];
 	ret->tenant_used_bytes = s->tenant->account.used_bytes;
 	ret->tenant_max_bytes = s->tenant->account.max_bytes;
