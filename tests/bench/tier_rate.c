@@ -16,7 +16,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <getopt.h>
-#include <liburing.h>
 #include <poll.h>
 #include <sodium.h>
 #include <stdio.h>
@@ -33,6 +32,7 @@
 #include "kvmd/tier/crc.h"
 #include "kvmd/tier/tier.h"
 #include "tests/bench/core_rig.h"
+#include "tests/bench/disk_rate.h"
 
 #define MIB	    (1ull << 20)
 #define POOL_PAGES  64u
@@ -326,107 +326,21 @@ static int restore_all(struct bench *b, double *ret_gb_s)
 
 /* --------------------------------------------------------------------- the disk */
 
-struct raw {
-	struct io_uring ring;
-	u8 *buf;
-	int fd;
-	u32 depth;
-	u64 next, end, step;
-	bool write;
-};
-
-static void raw_next(struct bench *b, struct raw *w, u32 i)
-{
-	struct io_uring_sqe *sqe = io_uring_get_sqe(&w->ring);
-	u64 per = kvd_segment_bytes(b->nvme_bytes) / b->slot_bytes;
-	u64 slot = w->next * w->step % w->end;
-	u64 off = slot / per * kvd_segment_bytes(b->nvme_bytes) +
-		  slot % per * b->slot_bytes;
-	u8 *p = w->buf + i * b->slot_bytes;
-
-	w->next++;
-	if (w->write)
-		io_uring_prep_write_fixed(sqe, w->fd, p, (u32)b->slot_bytes, off, 0);
-	else
-		io_uring_prep_read_fixed(sqe, w->fd, p, (u32)b->slot_bytes, off, 0);
-	io_uring_sqe_set_data64(sqe, i);
-}
-
-static int raw_loop(struct bench *b, struct raw *w)
-{
-	u32 busy = 0;
-	int r = 0;
-
-	for (; busy < w->depth && w->next < w->end; busy++)
-		raw_next(b, w, busy);
-	while (busy && !r) {
-		struct io_uring_cqe *cqe;
-
-		io_uring_submit(&w->ring);
-		r = io_uring_wait_cqe(&w->ring, &cqe);
-		if (!r && cqe->res != (int)b->slot_bytes)
-			r = cqe->res < 0 ? cqe->res : -EIO;
-		if (r)
-			break;
-		if (w->next < w->end)
-			raw_next(b, w, (u32)io_uring_cqe_get_data64(cqe));
-		else
-			busy--;
-		io_uring_cqe_seen(&w->ring, cqe);
-	}
-	return r;
-}
-
 /* As many transfers of a slot's size as the tiers make, at the slots' places. */
-static int raw_pass(struct bench *b, bool write, u64 step, double *ret_gb_s)
-{
-	struct raw w = {.end = (u64)b->nr_seqs * SEQ_PAGES, .write = write, .step = step};
-	struct iovec iov;
-	char path[300];
-	u64 start;
-	int r;
-
-	/* RESTORE has up to a batch more under way. */
-	w.depth = write ? b->depth : b->depth + SEQ_PAGES;
-	snprintf(path, sizeof(path), "%s/pages", b->dir);
-	w.fd = open(path, O_RDWR | O_DIRECT | O_CLOEXEC);
-	if (w.fd < 0)
-		return -errno;
-	/* The same kind of memory: how scattered it is decides how a transfer is cut. */
-	w.buf = mmap(NULL, w.depth * b->slot_bytes, PROT_READ | PROT_WRITE,
-		     MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-	if (w.buf == MAP_FAILED) {
-		close(w.fd);
-		return -ENOMEM;
-	}
-	memset(w.buf, 0x5a, w.depth * b->slot_bytes);
-	iov = (struct iovec){w.buf, w.depth * b->slot_bytes};
-	r = io_uring_queue_init(w.depth, &w.ring, 0);
-	if (!r)
-		r = io_uring_register_buffers(&w.ring, &iov, 1);
-	start = kv_now_ns();
-	if (!r) {
-		r = raw_loop(b, &w);
-		*ret_gb_s =
-			(double)(w.end * b->slot_bytes) / (double)(kv_now_ns() - start);
-		io_uring_queue_exit(&w.ring);
-	}
-	munmap(w.buf, w.depth * b->slot_bytes);
-	close(w.fd);
-	return r;
-}
-
-/* In order and in no order: some disks like the one better, some the other. */
 static int raw_rate(struct bench *b, bool write, double *ret_gb_s)
 {
-	u64 step = 7919; /* a prime: each slot once */
-	double apart = 0;
-	int r = raw_pass(b, write, 1, ret_gb_s);
+	struct disk_rate d = {
+		.nr = b->nr_seqs * SEQ_PAGES,
+		.depth = write ? b->depth : b->depth + SEQ_PAGES,
+		.bytes = (u32)b->slot_bytes,
+		.per_group = (u32)(kvd_segment_bytes(b->nvme_bytes) / b->slot_bytes),
+		.group_bytes = kvd_segment_bytes(b->nvme_bytes),
+		.write = write,
+	};
+	char path[300];
 
-	if (!r && b->nr_seqs * SEQ_PAGES % step)
-		r = raw_pass(b, write, step, &apart);
-	*ret_gb_s = KV_MAX(*ret_gb_s, apart);
-	return r;
+	snprintf(path, sizeof(path), "%s/pages", b->dir);
+	return disk_rate(path, &d, ret_gb_s);
 }
 
 /* --------------------------------------------------------------------- the command */
