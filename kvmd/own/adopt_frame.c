@@ -118,6 +118,32 @@ static void leases_drop(struct work *w, u32 pfn)
 	w->refs[pfn] = 0;
 }
 
+/* Nothing has been taken from the page's extent yet: kvmd died while it made the records. */
+static bool extent_new(const struct kvd_pool *pool, u32 pfn)
+{
+	u32 first = pfn >> pool->geo.shift << pool->geo.shift;
+
+	for (u32 i = first; i < first + (1u << pool->geo.shift); i++) {
+		const struct kvd_frame *f = &pool->frames[i];
+
+		if (!untouched(f) && (f->state != KVD_FREE || f->nr_events != 1))
+			return false;
+	}
+	return true;
+}
+
+/* A record of zeros: nothing has been here yet, or a record is gone. Return: it is gone */
+static bool record_gone(struct work *w, u32 pfn)
+{
+	bool held = w->refs[pfn] != 0;
+
+	if (held) {
+		w->ad->damage++;
+		leases_drop(w, pfn);
+	}
+	return backed(w->pool, pfn) && (held || !extent_new(w->pool, pfn));
+}
+
 /* Pass 1: which records can be believed? Return: pages with a live tag. */
 static u64 records_check(struct work *w)
 {
@@ -135,13 +161,14 @@ static u64 records_check(struct work *w)
 			continue;
 		}
 		w->ad->undone += f->check != check;
-		if (untouched(f))
-			continue;
-		if (!sensible(w, f)) {
+		if (untouched(f) ? record_gone(w, pfn) && !KV_MUTANT(gone_record_is_new)
+				 : !sensible(w, f)) {
 			set_bad(w, pfn);
 			nr_live++;
 			continue;
 		}
+		if (untouched(f))
+			continue;
 		sealing = f->flags & KVD_FRAME_SEALING ? 1 : 0;
 		mine = w->refs[pfn] + sealing;
 		if (mine != f->refs && pfn != w->last && !(w->lossy && mine < f->refs)) {
@@ -167,6 +194,7 @@ static void magazines_find(struct work *w, struct kvd_session *s)
 
 		if (!(word & KV_MAG_STOCKED) || pfn >= pool->geo.nr_pages ||
 		    is_bad(w, pfn) || !w->refs[pfn] ||
+		    (!backed(pool, pfn) && !KV_MUTANT(stocked_without_extent)) ||
 		    pool->frames[pfn].state != KVD_MAGAZINE ||
 		    pool->frames[pfn].owner != s->id ||
 		    pool->frames[pfn].tag != kv_load_relaxed64(&shared->tag) ||
@@ -353,6 +381,9 @@ static int work_run(struct work *w)
 	/* First the one whose references may differ: nobody else's may, if we die here. */
 	if (w->last < pool->geo.nr_pages)
 		page_place(w, w->last);
+	/* Its record is whole by now, or it was none of ours: the entry may be damaged. */
+	if (!KV_MUTANT(undo_believed))
+		pool->mm->undo->valid = 0;
 	for (u32 pfn = 0; pfn < pool->geo.nr_pages; pfn++) {
 		if (pfn != w->last)
 			page_place(w, pfn);
