@@ -104,7 +104,9 @@ static void replay_put(struct kvd_store *st, const struct kvd_journal_record *re
 
 	memcpy(ident.domain, rec->domain, sizeof(ident.domain));
 	if (!st->p.identify(st->p.arg, &ident, &name.domain, &tenant) ||
-	    !rec->page_bytes || rec->page_bytes + KVD_PAGE_HDR_BYTES > rec->slot_bytes) {
+	    !rec->page_bytes || rec->slot_bytes < KVD_PAGE_HDR_BYTES ||
+	    (rec->page_bytes > rec->slot_bytes - KVD_PAGE_HDR_BYTES &&
+	     !KV_MUTANT(stored_page_of_any_size))) {
 		st->orphans++;
 		return;
 	}

@@ -340,6 +340,36 @@ KVT_TEST(overwritten_slot_behind_a_lost_record_is_noticed)
 	kvd_store_close(st, true);
 }
 
+/* A whole record that says more bytes than its slot has: nothing is read past the slot. */
+KVT_TEST(page_larger_than_its_slot_is_not_adopted)
+{
+	static const u64 sizes[] = {16385, 1ull << 32, ~0ull, ~0ull - 4095, 0};
+
+	for (size_t i = 0; i < KV_ARRAY_SIZE(sizes); i++) {
+		struct kvd_store *st = store_open(false);
+		struct kvd_journal_record rec;
+		size_t bytes;
+		u8 *journal;
+		s64 r;
+
+		KVT_EXPECT(page_store(st, 1, pool, &r) != KVD_SLOT_NONE);
+		kvd_store_close(st, true);
+		journal = file_read("nvme/journal", &bytes);
+		memcpy(&rec, journal + sizeof(rec), sizeof(rec));
+		KVT_EXPECT_EQ(rec.type, KVD_JOURNAL_PUT);
+		rec.page_bytes = sizes[i];
+		rec.crc = kvd_crc32c(&rec, offsetof(struct kvd_journal_record, crc));
+		memcpy(journal + sizeof(rec), &rec, sizeof(rec));
+		file_write("nvme/journal", journal, bytes);
+		free(journal);
+		st = store_open(false);
+		KVT_EXPECT_EQ(st->adopted, 0);
+		KVT_EXPECT_EQ(st->orphans, 1);
+		kvd_store_close(st, true);
+		KVT_EXPECT(!unlink(scratch("nvme/journal")));
+	}
+}
+
 KVT_TEST(unsafe_files_are_refused_by_name)
 {
 	char error[KVD_STORE_ERROR];
