@@ -15,6 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/mutant.h"
+
 #define EXTENT_BYTES_MIN (2ull << 20)
 #define EXTENT_BYTES_MAX (1ull << 30)
 #define STALL_MS_MAX	 3600000u
@@ -91,7 +93,7 @@ static int parse_gpu(struct cfg_parser *p, const cJSON *object,
 		return cfg_fail_at(p, "high",
 				   cJSON_GetObjectItemCaseSensitive(object, "high"),
 				   "above max");
-	if (gpu->min_bytes > gpu->high_bytes)
+	if (gpu->min_bytes > gpu->high_bytes && !KV_MUTANT(min_above_high))
 		return cfg_fail_at(p, "min",
 				   cJSON_GetObjectItemCaseSensitive(object, "min"),
 				   "above high (or max)");

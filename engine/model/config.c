@@ -12,6 +12,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include "base/mutant.h"
 #include "kv/layout.h"
 #include "engine/model/json.h"
 #include "engine/model/rope.h"
@@ -230,7 +231,8 @@ static int parse_moe(const struct eng_json *j, struct eng_config *c)
 	if (c->nr_experts % c->nr_groups)
 		return eng_json_refuse(j, "n_group", -EINVAL,
 				       "a divisor of n_routed_experts");
-	if (c->top_k > c->nr_experts / c->nr_groups * c->top_groups)
+	if (c->top_k > c->nr_experts / c->nr_groups * c->top_groups &&
+	    !KV_MUTANT(top_k_beyond_groups))
 		return eng_json_refuse(j, "num_experts_per_tok", -EINVAL,
 				       "at most the experts of topk_group groups");
 	c->shared_inter = nr_shared * c->expert_inter;

@@ -13,6 +13,7 @@
 #include <jemalloc/jemalloc.h>
 #endif
 
+#include "base/mutant.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
 #include "kvmd/dbg/trace.h"
@@ -89,7 +90,7 @@ static u32 pool_evict(struct kvd_pool *pool, int tenant, bool dry_run)
 		    (tenant >= 0 && pool->frames[pfn].tenant != tenant))
 			continue;
 		nr++;
-		if (!dry_run)
+		if (!dry_run || KV_MUTANT(dry_run_evicts))
 			kvd_prefix_evict(pool, pfn);
 	}
 	return nr;

@@ -225,6 +225,7 @@ static const struct bad {
 	{"tiny-k2", "num_experts_per_tok", "17", "num_experts_per_tok is 17"},
 	{"tiny-k2", "n_group", "3", "n_group is 3, expected a divisor"},
 	{"tiny-k2", "topk_group", "2", "topk_group is 2"},
+	{"tiny-k2", "n_group", "8", "num_experts_per_tok is 4, expected at most"},
 	{"tiny-k2", "norm_topk_prob", "1", "norm_topk_prob is 1"},
 	{"tiny-k2", "routed_scaling_factor", NULL, "routed_scaling_factor is missing"},
 	{"tiny-k2", "scoring_func", "\"softmax\"", "scoring_func is \"softmax\""},
