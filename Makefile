@@ -4,6 +4,7 @@
 #   make demo          install what is missing, build, run the main job and show it
 #   make check         install what is missing, build, run all tests
 #   make check-mutants take out each safety rule and see its test fail
+#   make coverage      which branches of the core the tests reach
 #   make kernels       only the kernel library and its tests
 #   make bundle        one tar with programs and GPU tests for a machine with a driver only
 #   REQUIRE_GPU=1 make check   all GPU tests, on the GPU of this machine
@@ -26,6 +27,9 @@ CC := clang
 CUDA := 0
 MUTANTS := 1
 SAN := 1
+else ifdef COV
+O ?= build/cov
+CUDA := 0
 else ifdef MUTANTS
 O ?= build/mutants
 else ifdef SAN
@@ -48,17 +52,18 @@ CUDA_ARCHS ?= 90a
 CONFIG_SDT := $(if $(wildcard /usr/include/sys/sdt.h /usr/include/*-linux-gnu/sys/sdt.h),y)
 
 # ---------------------------------------------------------------- flags
-WARN := -Wall -Wextra -Werror -Wshadow -Wstrict-prototypes -Wmissing-prototypes \
+# gcc warns of more at -O0, where it knows less of sizes
+WARN := -Wall -Wextra -Werror $(if $(COV),-Wno-format-truncation) -Wshadow -Wstrict-prototypes -Wmissing-prototypes \
 	-Wno-unused-parameter -Wvla
-OPT := $(if $(DEBUG),-O0,-O2)
+OPT := $(if $(DEBUG)$(COV),-O0,-O2)
 , := ,
 SANFLAGS := $(if $(SAN),-fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer) \
 	$(if $(FUZZ),-fsanitize=fuzzer-no-link)
 CPPFLAGS := -D_GNU_SOURCE -I. -Iinclude $(if $(MUTANTS),-DKV_MUTANTS) \
 	$(if $(CONFIG_CUDA),-DCONFIG_CUDA -I$(CUDA_HOME)/include) $(if $(CONFIG_SDT),-DCONFIG_SDT) \
-	$(if $(SAN),-DKV_SANITIZED) $(if $(FUZZ),-DKV_FUZZ)
+	$(if $(SAN),-DKV_SANITIZED) $(if $(FUZZ),-DKV_FUZZ) $(if $(COV),-include tests/cov.h)
 CFLAGS := -std=gnu11 $(OPT) -g -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS)
-LDFLAGS := -pthread $(SANFLAGS) -Wl,-z,relro,-z,now
+LDFLAGS := -pthread $(SANFLAGS) $(if $(COV),--coverage) -Wl,-z,relro,-z,now
 NVFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-parameter \
 	-Werror all-warnings --expt-relaxed-constexpr -I. -Iinclude -DCONFIG_CUDA \
 	$(if $(MUTANTS),-DKV_MUTANTS) \
@@ -93,7 +98,8 @@ BINS := $(if $(main-kvmd),$(O)/kvmd) $(if $(main-tools/kvmctl),$(O)/kvmctl) \
 LIBS := $(O)/libkvclient.a $(O)/libkvclient.so
 
 .PHONY: all kernels tests clean help check check-mutants check-long check-layers check-abi \
-	check-format check-tour check-cc check-san check-hostile check-fuzz fuzz-targets demo deps install-deps bundle
+	check-format check-tour check-cc check-san check-hostile check-fuzz check-fuzz-brief fuzz-targets coverage \
+	coverage-run demo deps install-deps bundle
 all: $(BINS) $(LIBS)
 
 $(O)/libkvd.a: $(KVD_OBJS)
@@ -151,6 +157,11 @@ cflags-kernels := -fopenmp -O3 -fno-math-errno -fno-trapping-math
 cflags-engine/run := -fopenmp
 cflags-engine/model := -fopenmp -O3 -fno-trapping-math
 cflags-tools/kvquant := -fopenmp
+
+# Only what tools/coverage reports on: each process writes its counters when it ends.
+ifdef COV
+$(foreach d,kvmd/mm kvmd/own kvmd/ipc kvmd/keep,$(eval cflags-$(d) += --coverage -fprofile-update=atomic))
+endif
 
 -include $(shell find $(O) -name '*.d' 2>/dev/null)
 
@@ -274,6 +285,26 @@ check-hostile: all $(O)/tests/hostile/matrix
 check-fuzz: deps
 	$(Q)$(MAKE) --no-print-directory FUZZ=1 fuzz-targets
 	$(Q)tools/check-fuzz build/fuzz
+
+# Branches of the page state machine, the ring's consumer and recovery that tests reach.
+COV_TESTS := $(filter-out %/bench,$(filter $(addprefix $(O)/tests/,unit/mm/% unit/own/% \
+	unit/tier/% unit/keep/% unit/ipc/% ipc/% fault/% fuzz/% sim/%),$(TEST_BINS)))
+coverage: deps
+	$(Q)$(MAKE) --no-print-directory COV=1 coverage-run
+
+coverage-run: $(O)/kvmd $(O)/kvmctl $(O)/kvbench $(COV_TESTS) $(O)/tests/run
+	$(Q)find $(O)/obj -name '*.gcda' -delete
+	$(Q)rm -rf $(O)/tap
+	$(Q)KV_BUILD=$(abspath $(O)) $(O)/tests/run $(RUN_JOBS) $(O)/tap $(COV_TESTS)
+	$(Q)tools/coverage $(O)
+
+# Two seconds of each target, where clang has libFuzzer: what CI runs.
+check-fuzz-brief: deps
+	$(Q)if echo 'int LLVMFuzzerTestOneInput(void); int LLVMFuzzerTestOneInput(void) { return 0; }' | \
+		clang -fsanitize=fuzzer -x c - -o /dev/null 2>/dev/null; then \
+		$(MAKE) --no-print-directory FUZZ=1 fuzz-targets && \
+		FUZZ_SECONDS=2 FUZZ_PLANTED=0 tools/check-fuzz build/fuzz; \
+	else echo "fuzzers not run: no clang with libFuzzer"; fi
 
 fuzz-targets: $(filter $(O)/tests/fuzz/%,$(TEST_BINS))
 

@@ -97,7 +97,7 @@ int main(int argc, char **argv)
 		fflush(stdout);
 		if (!fork()) {
 			alarm(30);
-			_exit(replay(path));
+			exit(replay(path)); /* and what a target leaves goes */
 		}
 		status = -1;
 		wait(&status);
