@@ -59,10 +59,24 @@ void eng_job_put(struct eng_job *j)
 	free(j);
 }
 
+/* What a tier holds of the prompt is on its way before the scheduler looks it up. */
+static void job_prefetch(struct eng_jobs *q, const struct eng_job *j)
+{
+	u32 nr = 0, nr_ids = KV_MIN(j->p.nr_ids, KV_LOOKUP_MAX);
+
+	if (__atomic_load_n(&q->no_tier, __ATOMIC_RELAXED) || nr_ids < KV_PAGE_TOKENS)
+		return;
+	/* A miss, a full pool, a daemon that is away: the request computes what it lacks. */
+	if (kvc_prefetch(eng_engine_pool(q->engine), j->p.ids, nr_ids,
+			 nr_ids / KV_PAGE_TOKENS, &nr) == -EOPNOTSUPP)
+		__atomic_store_n(&q->no_tier, true, __ATOMIC_RELAXED);
+}
+
 int eng_jobs_push(struct eng_jobs *q, struct eng_job *j)
 {
 	int rc = 0;
 
+	job_prefetch(q, j);
 	pthread_mutex_lock(&q->lock);
 	if (q->closed) {
 		rc = -ESHUTDOWN;

@@ -71,12 +71,15 @@ struct eng_job {
 
 /**
  * struct eng_jobs - the bounded queue between HTTP threads and the loop
+ * @no_tier: kvmd said that it has no tier: prompts are not prefetched any more. HTTP
+ *	threads set it
  */
 struct eng_jobs {
 	pthread_mutex_t lock;
 	struct list_node queue;
 	u32 nr_queued;
 	bool closed;
+	bool no_tier;
 	struct list_node active; /* loop only */
 	struct eng_engine *engine;
 	const struct eng_tokenizer *tok;
@@ -89,7 +92,8 @@ void eng_jobs_init(struct eng_jobs *q, struct eng_engine *e,
 struct eng_job *eng_job_create(const struct eng_tokenizer *tok, struct eng_job_params *p);
 void eng_job_put(struct eng_job *j);
 
-/** eng_jobs_push() - HTTP thread: queue it. Return: 0; -EAGAIN full; -ESHUTDOWN closed */
+/** eng_jobs_push() - HTTP thread: bring back what a tier has of the prompt (for a second at
+ * most), then queue it. Return: 0; -EAGAIN full; -ESHUTDOWN closed */
 int eng_jobs_push(struct eng_jobs *q, struct eng_job *j);
 
 /** eng_job_cancel() - HTTP thread: the client is gone */
