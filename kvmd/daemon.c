@@ -119,6 +119,8 @@ static int core_start(struct kvd *kvd, const struct kvd_config *config, char *er
 	kvd->env = kvd_state_env(&kvd->state);
 	kvd_gen_source_init(&kvd->gens, &kvd->env,
 			    kvd->state.saved[KVD_SAVED_GENERATION]);
+	if (kvd->kept.found)
+		kvd_state_foresee(&kvd->state);
 	randombytes_buf(&kvd->table_epoch, sizeof(kvd->table_epoch));
 	kvd->table_epoch |= 1;
 	cfg = (struct kvd_core_config){

@@ -14,6 +14,7 @@
 #include "kvmd/backend/memfd.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
+#include "kvmd/mm/tag.h"
 
 #define COUNTERS_MAGIC 0x72746e636d766bull /* "kvmcntr" */
 
@@ -159,20 +160,29 @@ void kvd_state_close(struct kvd_state *state)
 	state->lock_fd = state->dir_fd = -1;
 }
 
+void kvd_state_foresee(struct kvd_state *state)
+{
+	state->foreseen_gen = state->saved[KVD_SAVED_GENERATION] + KVD_GEN_BOUND_AHEAD;
+}
+
 static int env_save(void *arg, enum kvd_saved what, u64 value)
 {
 	struct kvd_state *state = arg;
 	u64 saved[2] = {state->saved[0], state->saved[1]};
 	int r;
 
+	if (value <= saved[what])
+		return 0; /* foreseen */
 	saved[what] = value;
+	saved[KVD_SAVED_GENERATION] =
+		KV_MAX(saved[KVD_SAVED_GENERATION], state->foreseen_gen);
 	r = counters_write(state, saved);
 	if (r) {
 		kvd_err("ipc/state", "counters: %s: value %llu is not used", strerror(-r),
 			(unsigned long long)value);
 		return r;
 	}
-	state->saved[what] = value;
+	memcpy(state->saved, saved, sizeof(state->saved));
 	return 0;
 }
 

@@ -21,6 +21,7 @@
  * @lock_fd: owner; holds the lock
  * @saved: last saved values, by enum kvd_saved
  * @nr_saves: files written
+ * @foreseen_gen: generation bound that the next save writes as well, whatever it is for
  * @put, @del, @keep_arg: who keeps regions that must survive; NULL: nobody
  */
 struct kvd_state {
@@ -28,6 +29,7 @@ struct kvd_state {
 	int lock_fd;
 	u64 saved[2];
 	u64 nr_saves;
+	u64 foreseen_gen;
 	int (*put)(void *arg, const struct kvd_region *r);
 	void (*del)(void *arg, const struct kvd_region *r);
 	void *keep_arg;
@@ -46,6 +48,13 @@ int kvd_state_open(const char *path, struct kvd_state *state, char *error,
 
 /** kvd_state_close() - give up the lock */
 void kvd_state_close(struct kvd_state *state);
+
+/**
+ * kvd_state_foresee() - the next save of any counter raises the generation bound as well
+ *
+ * An adoption needs both counters at once: one write to the disk, not two.
+ */
+void kvd_state_foresee(struct kvd_state *state);
 
 /** kvd_state_env() - services for the core; @state is borrowed */
 struct kvd_env kvd_state_env(struct kvd_state *state);

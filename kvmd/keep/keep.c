@@ -170,23 +170,30 @@ int kvd_keep_list(struct kvd_keep *k,
 		  void (*fn)(void *arg, const struct kvd_keep_key *key, int fd),
 		  void *arg)
 {
-	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_LIST};
-	int fd, r, nr = 0;
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC,
+				 .op = KVD_KEEP_LIST,
+				 .key = {.index = KVD_KEEP_BATCH}};
+	struct kvd_keep_many many;
+	int fds[KVD_KEEP_BATCH], r, nr = 0;
+	u32 came;
 
 	r = kvd_keep_say(k->fd, &m, -1);
 	while (!r) {
-		r = kvd_keep_hear(k->fd, &m, 0, &fd);
+		r = kvd_keep_hear_many(k->fd, &many, fds, &came);
 		if (r)
 			break;
-		if (m.op == KVD_KEEP_END && fd < 0)
-			return m.result == nr ? nr : -EPIPE;
-		if (m.op != KVD_KEEP_ENTRY || fd < 0) {
-			if (fd >= 0)
-				close(fd);
+		if (many.m.op == KVD_KEEP_END && !came)
+			return many.m.result == nr ? nr : -EPIPE;
+		if (many.m.op == KVD_KEEP_ENTRY && came == 1) {
+			many.keys[0] = many.m.key;
+		} else if (many.m.op != KVD_KEEP_ENTRIES) {
+			while (came)
+				close(fds[--came]);
 			return -EPIPE;
 		}
-		fn(arg, &m.key, fd);
-		nr++;
+		for (u32 i = 0; i < came; i++)
+			fn(arg, &many.keys[i], fds[i]);
+		nr += (int)came;
 	}
 	return r;
 }

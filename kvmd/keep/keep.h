@@ -56,15 +56,23 @@ struct kvd_keep_key {
 enum kvd_keep_op {
 	KVD_KEEP_PUT = 1, /* + fd; answered by PUT with result */
 	KVD_KEEP_DEL,	  /* not answered */
-	KVD_KEEP_LIST,	  /* answered by ENTRY + fd each, then END */
+	KVD_KEEP_LIST,	  /* answered by ENTRY + fd each, or ENTRIES, then END */
 	KVD_KEEP_ENTRY,
 	KVD_KEEP_END,
-	KVD_KEEP_QUIT, /* kvmd has ended: close everything and end */
+	KVD_KEEP_QUIT,	  /* kvmd has ended: close everything and end */
+	KVD_KEEP_ENTRIES, /* result keys behind the message, as many fds */
 };
 
 #define KVD_KEEP_MAGIC 0x7065656bu /* "keep" */
 
-/* The only message there is. */
+/*
+ * LIST says in its key's index how many fds a message may carry at most; 0, as of a kvmd of
+ * before, is one each. A queue of Unix messages holds ten by default: one each, keeper and
+ * kvmd wait for one another at every tenth.
+ */
+#define KVD_KEEP_BATCH 64u
+
+/* The only message there is, but for the keys of ENTRIES. */
 struct kvd_keep_msg {
 	u32 magic;
 	u32 op;

@@ -73,11 +73,33 @@ static void del(struct keeper *k, const struct kvd_keep_key *key)
 	*e = k->all[--k->nr];
 }
 
-static int list(struct keeper *k)
+/* As many in a message as the asker takes. */
+static int list_many(struct keeper *k, u32 most)
+{
+	struct kvd_keep_many many = {
+		.m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_ENTRIES}};
+	int fds[KVD_KEEP_BATCH];
+
+	for (u32 i = 0, nr; i < k->nr; i += nr) {
+		nr = KV_MIN(k->nr - i, most);
+		for (u32 n = 0; n < nr; n++) {
+			many.keys[n] = k->all[i + n].key;
+			fds[n] = k->all[i + n].fd;
+		}
+		many.m.result = (s32)nr;
+		if (kvd_keep_say_many(k->conn, &many, fds))
+			return -EPIPE;
+	}
+	return 0;
+}
+
+static int list(struct keeper *k, u32 most)
 {
 	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_ENTRY};
 
-	for (u32 i = 0; i < k->nr; i++) {
+	if (most && list_many(k, KV_MIN(most, KVD_KEEP_BATCH)))
+		return -EPIPE;
+	for (u32 i = 0; i < k->nr && !most; i++) {
 		m.key = k->all[i].key;
 		if (kvd_keep_say(k->conn, &m, k->all[i].fd))
 			return -EPIPE;
@@ -110,7 +132,7 @@ static int serve_one(struct keeper *k, bool dead)
 		del(k, &m.key);
 		return 0;
 	case KVD_KEEP_LIST:
-		return dead ? 0 : list(k);
+		return dead ? 0 : list(k, m.key.index);
 	case KVD_KEEP_QUIT:
 		k->quit = true;
 		return 0;

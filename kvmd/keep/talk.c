@@ -35,8 +35,32 @@ int kvd_keep_say(int conn, const struct kvd_keep_msg *m, int fd)
 	return sendmsg(conn, &mh, MSG_NOSIGNAL) == (ssize_t)sizeof(*m) ? 0 : -EPIPE;
 }
 
-/* Descriptors of a message, into @fds. Return: how many */
-static u32 fds_of(struct msghdr *mh, int *fds)
+int kvd_keep_say_many(int conn, const struct kvd_keep_many *many, const int *fds)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(KVD_KEEP_BATCH * sizeof(int))];
+	} control;
+	u32 nr = (u32)many->m.result;
+	size_t bytes = sizeof(many->m) + nr * sizeof(many->keys[0]);
+	struct iovec iov = {.iov_base = (void *)(uintptr_t)many, .iov_len = bytes};
+	struct msghdr mh = {.msg_iov = &iov,
+			    .msg_iovlen = 1,
+			    .msg_control = &control,
+			    .msg_controllen = CMSG_SPACE(nr * sizeof(int))};
+	struct cmsghdr *cm;
+
+	memset(&control, 0, sizeof(control));
+	cm = CMSG_FIRSTHDR(&mh);
+	cm->cmsg_level = SOL_SOCKET;
+	cm->cmsg_type = SCM_RIGHTS;
+	cm->cmsg_len = CMSG_LEN(nr * sizeof(int));
+	memcpy(CMSG_DATA(cm), fds, nr * sizeof(int));
+	return sendmsg(conn, &mh, MSG_NOSIGNAL) == (ssize_t)bytes ? 0 : -EPIPE;
+}
+
+/* Descriptors of a message, at most @room of them, into @fds. Return: how many */
+static u32 fds_of(struct msghdr *mh, int *fds, u32 room)
 {
 	struct cmsghdr *c;
 	u32 nr = 0;
@@ -46,7 +70,7 @@ static u32 fds_of(struct msghdr *mh, int *fds)
 
 		if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS)
 			continue;
-		for (size_t i = 0; i < n && nr < FDS_ROOM + 1; i++)
+		for (size_t i = 0; i < n && nr < room; i++)
 			memcpy(&fds[nr++], CMSG_DATA(c) + i * sizeof(int), sizeof(int));
 	}
 	return nr;
@@ -73,7 +97,7 @@ int kvd_keep_hear(int conn, struct kvd_keep_msg *m, int flags, int *ret_fd)
 	} while (n < 0 && errno == EINTR);
 	if (n < 0)
 		return errno == EAGAIN && (flags & MSG_DONTWAIT) ? -EAGAIN : -EPIPE;
-	nr = fds_of(&mh, fds);
+	nr = fds_of(&mh, fds, FDS_ROOM + 1);
 	if (n == (ssize_t)sizeof(*m) && m->magic == KVD_KEEP_MAGIC && nr <= 1 &&
 	    !(mh.msg_flags & (MSG_TRUNC | MSG_CTRUNC))) {
 		if (nr)
@@ -81,6 +105,52 @@ int kvd_keep_hear(int conn, struct kvd_keep_msg *m, int flags, int *ret_fd)
 		return 0;
 	}
 	while (nr && !KV_MUTANT(keeper_fd_leak))
+		close(fds[--nr]);
+	return -EPIPE;
+}
+
+/* Keys and descriptors must be as many as the message says. */
+static bool many_whole(const struct kvd_keep_many *many, size_t bytes, u32 nr)
+{
+	u32 keys = 0;
+
+	if (bytes < sizeof(many->m) || many->m.magic != KVD_KEEP_MAGIC)
+		return false;
+	if (many->m.op == KVD_KEEP_ENTRIES) {
+		keys = (u32)many->m.result;
+		if (!keys || keys > KVD_KEEP_BATCH || keys != nr)
+			return false;
+	}
+	return bytes == sizeof(many->m) + keys * sizeof(many->keys[0]);
+}
+
+int kvd_keep_hear_many(int conn, struct kvd_keep_many *many, int *fds, u32 *ret_nr)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(KVD_KEEP_BATCH * sizeof(int))];
+	} control;
+	struct iovec iov = {.iov_base = many, .iov_len = sizeof(*many)};
+	struct msghdr mh = {.msg_iov = &iov,
+			    .msg_iovlen = 1,
+			    .msg_control = &control,
+			    .msg_controllen = sizeof(control.bytes)};
+	ssize_t n;
+	u32 nr;
+
+	*ret_nr = 0;
+	do {
+		n = recvmsg(conn, &mh, MSG_CMSG_CLOEXEC);
+	} while (n < 0 && errno == EINTR);
+	if (n <= 0)
+		return -EPIPE;
+	nr = fds_of(&mh, fds, KVD_KEEP_BATCH);
+	if (!(mh.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) &&
+	    many_whole(many, (size_t)n, nr)) {
+		*ret_nr = nr;
+		return 0;
+	}
+	while (nr)
 		close(fds[--nr]);
 	return -EPIPE;
 }

@@ -8,8 +8,26 @@
 
 #include "kvmd/keep/keep.h"
 
+/** struct kvd_keep_many - ENTRIES, or any message without keys */
+struct kvd_keep_many {
+	struct kvd_keep_msg m;
+	struct kvd_keep_key keys[KVD_KEEP_BATCH];
+};
+
 /** kvd_keep_say() - @fd -1: none. Return: 0; -EPIPE */
 int kvd_keep_say(int conn, const struct kvd_keep_msg *m, int fd);
+
+/** kvd_keep_say_many() - @many->m.result keys, each with its fd. Return: 0; -EPIPE */
+int kvd_keep_say_many(int conn, const struct kvd_keep_many *many, const int *fds);
+
+/**
+ * kvd_keep_hear_many() - one whole message of either length; waits
+ * @fds: room for KVD_KEEP_BATCH; the caller's
+ * @ret_nr: how many came
+ *
+ * Return: 0; -EPIPE: not our peer's, its descriptors are closed.
+ */
+int kvd_keep_hear_many(int conn, struct kvd_keep_many *many, int *fds, u32 *ret_nr);
 
 /**
  * kvd_keep_hear() - one whole message

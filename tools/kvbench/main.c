@@ -15,6 +15,7 @@
 #include "engine/openmp.h"
 #include "tests/bench/mover_rate.h"
 #include "tests/bench/tier_rate.h"
+#include "tools/kvbench/chaos.h"
 #include "tools/kvbench/inject.h"
 #include "tools/kvbench/mm.h"
 #include "tools/kvbench/rank.h"
@@ -54,9 +55,13 @@ static const struct {
 	{"race", kvb_race, "page re-issues between two engines: foreign bytes"},
 	{"kill", kvb_kill, "kill -9 of an engine in a step: what ends when"},
 	{"attach", kvb_attach, "process start to first usable page, by pool size"},
-	{"engines", kvb_engines, "one, two, four engines on one GPU, with MPS and without"},
+	{"engines", kvb_engines,
+	 "one, two, four engines on one GPU, with MPS and without"},
 	{"rank", kvb_rank, "the decode step of one tensor-parallel rank, taken apart"},
-	{"kernels", run_kernels, "GPU kernels beside floors and peers (attn, moe, pages, step, all)"},
+	{"restarts", kvb_restarts, "kvmd killed -9 under load: restart to serving"},
+	{"crashes", kvb_crashes, "engines killed -9 at random points: what leaks?"},
+	{"kernels", run_kernels,
+	 "GPU kernels beside floors and peers (attn, moe, pages, step, all)"},
 };
 
 static void usage(FILE *to)
