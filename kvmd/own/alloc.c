@@ -10,6 +10,7 @@
 #include <errno.h>
 #include "base/mutant.h"
 #include "kvmd/own/core.h"
+#include "kvmd/own/turn.h"
 
 #define HARVEST_SLICES 4u
 
@@ -169,6 +170,19 @@ static int room_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 g
 	return KV_PENDING;
 }
 
+/* Somebody else goes first (own/turn.h). Nothing is reclaimed for this one meanwhile. */
+static int turn_refusal(struct kvd_tenant *t, const struct kvd_pool *pool, u32 nr)
+{
+	u64 bytes = (u64)nr * pool->geo.stride_bytes;
+
+	if (t->account.used_bytes + bytes > t->account.max_bytes) {
+		t->quota_refusals++;
+		return KV_QUOTA;
+	}
+	t->full_refusals++;
+	return KV_FULL;
+}
+
 /* Charge @nr pages and see that they are on the free list. */
 static int lease_prepare(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 gfp,
 			 u32 *ret_pending)
@@ -182,6 +196,8 @@ static int lease_prepare(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u
 		t->quota_refusals++;
 		return KV_QUOTA;
 	}
+	if (kvd_turn_waits(s, (u64)nr * pool->geo.stride_bytes))
+		return turn_refusal(t, pool, nr);
 	r = kvd_charge_try(t, pool, nr);
 	if (r) {
 		r = charge_slow(s, pool, nr, gfp, r, ret_pending);
@@ -200,6 +216,16 @@ static int lease_prepare(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u
 	return r;
 }
 
+/* An answer to ALLOC: pressure and turns depend on it. */
+static inline void told(struct kvd_session *s, int r)
+{
+	kvd_pressure_asked(s, !r);
+	if (r)
+		kvd_turn_refused(s);
+	else
+		kvd_turn_served(s, s->core->mm.now_ns);
+}
+
 int kvd_lease_alloc(struct kvd_session *s, struct kvd_attach *a, u32 nr, u32 gfp,
 		    struct kv_grant *ret_grants, u32 *ret_pending)
 {
@@ -212,7 +238,7 @@ int kvd_lease_alloc(struct kvd_session *s, struct kvd_attach *a, u32 nr, u32 gfp
 		return -EINVAL;
 	r = lease_prepare(s, pool, nr, gfp, ret_pending);
 	if (r >= 0)
-		kvd_pressure_asked(s, !r);
+		told(s, r);
 	if (r)
 		return r;
 	for (u32 i = 0; i < nr; i++) {
@@ -295,7 +321,7 @@ int kvd_lease_stock(struct kvd_session *s, struct kvd_attach *a, u32 mag, u32 nr
 		return 0;
 	r = stock_prepare(s, pool, &nr, gfp, ret_pending);
 	if (r >= 0)
-		kvd_pressure_asked(s, !r);
+		told(s, r);
 	if (r)
 		return r;
 	for (u32 i = 0; i < nr; i++) {

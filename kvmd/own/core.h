@@ -107,6 +107,7 @@ struct kvd_core_config {
  * @incidents: ring
  * @min_bytes_total: sum of all tenants' min; 0 spares the look at promises
  * @sweep_pool: where kvd_audit_slice() goes on
+ * @nr_turns: turns given (own/turn.h)
  * @second_ns: when the once-a-second work was done last
  */
 struct kvd_core {
@@ -121,6 +122,7 @@ struct kvd_core {
 	u32 nr_ended;
 	struct kvd_incidents incidents;
 	u64 min_bytes_total;
+	u64 nr_turns;
 	u64 second_ns;
 	u32 sweep_pool;
 };

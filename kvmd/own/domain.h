@@ -24,6 +24,10 @@ struct kvd_core;
  * @nr_tenants: how many
  * @tenant_slots: bit per used kvd_tenant.slot
  * @extent_bytes: charged: whole extents, DRAINING ones included
+ * @turn: own/turn.h: the session that goes first, or NULL
+ * @served_ns: when one of its sessions was given memory last
+ * @steps_back: refused sessions that gave back, since one gave back unrefused
+ * @turns: given since then
  */
 struct kvd_domain {
 	u32 id;
@@ -34,6 +38,10 @@ struct kvd_domain {
 	u32 nr_tenants;
 	u32 tenant_slots;
 	u64 extent_bytes;
+	struct kvd_session *turn;
+	u64 served_ns;
+	u32 steps_back;
+	u32 turns;
 };
 
 /**

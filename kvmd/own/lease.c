@@ -10,6 +10,7 @@
 #include <string.h>
 #include "base/mutant.h"
 #include "kvmd/own/core.h"
+#include "kvmd/own/turn.h"
 
 /* Pages that a batch fetches ahead of the one it works on. */
 #define PREFETCH_AHEAD 4u
@@ -145,6 +146,8 @@ int kvd_lease_free(struct kvd_session *s, struct kvd_attach *a,
 		done++;
 	}
 	kvd_table_publish(&a->pool->table);
+	if (done)
+		kvd_turn_gave(s);
 	*ret_nr = done;
 	*ret_first = first;
 	return done == nr ? 0 : KV_STALE;

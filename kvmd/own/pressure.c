@@ -8,6 +8,7 @@
 #include "kvmd/own/pressure.h"
 #include "base/assert.h"
 #include "kvmd/own/core.h"
+#include "kvmd/own/turn.h"
 
 /* exp(-2/10), exp(-2/60), exp(-2/300) in units of 2^-20 */
 static const u32 decay[KVD_PRESSURE_AVGS] = {858501, 1014200, 1041609};
@@ -80,6 +81,7 @@ void kvd_pressure_asked(struct kvd_session *s, bool served)
 	s->asking = true;
 	p->nr_stalled -= s->stalled;
 	s->stalled = !served;
+	s->stalled_ns = now_ns;
 	p->nr_stalled += s->stalled;
 	kv_assert(p->nr_stalled <= p->nr_asking);
 }
@@ -96,6 +98,7 @@ void kvd_pressure_leave(struct kvd_session *s)
 	p->nr_stalled -= s->stalled;
 	s->asking = false;
 	s->stalled = false;
+	kvd_turn_end(s);
 }
 
 void kvd_pressure_turn(struct kvd_core *core)

@@ -65,6 +65,7 @@ enum kvd_session_state { KVD_SESSION_LIVE, KVD_SESSION_ENDED };
  * @mags: kvmd's side of the magazines
  * @stale_reports: incidents reported
  * @asked_ns, @asking, @stalled: of own/pressure.h
+ * @stalled_ns, @stepped_back: since when @stalled, and gave back since; of own/turn.h
  */
 struct kvd_session {
 	struct list_node node;
@@ -83,6 +84,8 @@ struct kvd_session {
 	u64 stale_reports;
 	u64 asked_ns;
 	bool asking, stalled;
+	u64 stalled_ns;
+	bool stepped_back;
 };
 
 /**

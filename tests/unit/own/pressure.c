@@ -66,6 +66,9 @@ KVT_TEST(some_and_full)
 	KVT_EXPECT_EQ(rig_free1(s, a, g[1]), 0);
 	rig_run(&r);
 	KVT_EXPECT_EQ(rig_alloc(s, a, 1, KV_GFP_NOWAIT, &h), 0);
+	/* nobody got on, so s goes first until something of its is done (own/turn.h) */
+	KVT_EXPECT_EQ(rig_alloc(s2, b, 1, KV_GFP_NOWAIT, &h), KV_FULL);
+	KVT_EXPECT_EQ(rig_free1(s, a, g[2]), 0);
 	KVT_EXPECT_EQ(rig_alloc(s2, b, 1, KV_GFP_NOWAIT, &h), 0);
 	KVT_EXPECT_EQ(p->nr_stalled, 0);
 	KVT_EXPECT_EQ(p->nr_asking, 2);
