@@ -206,6 +206,8 @@ struct kvd_batch;
  * @walk: own/walk.h: hash of all tokens up to and with this page; 0 = not in the table
  * @walk_parent: generation of the parent it was entered under; 0 = none
  * @walk_next: next entry of the walk table's chain
+ * @key_hash: other half of the hash that chose the index's chain: passes over entries of
+ *	other keys without a look at their records
  *
  * One cache line: what a list, the index and a walk touch of a page comes at once.
  */
@@ -219,6 +221,7 @@ struct kvd_link {
 	u64 walk;
 	u64 walk_parent;
 	u32 walk_next;
+	u32 key_hash;
 } __attribute__((aligned(64)));
 KV_ABI_SIZE(kvd_link, 64);
 

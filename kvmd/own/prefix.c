@@ -78,17 +78,28 @@ void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
  * SipHash under the root key, which no client knows: SEAL names its parent, so a client can
  * compute keys and would choose the chain that they fall on.
  */
-u32 *kvd_prefix_head(const struct kvd_pool *pool, const u8 *key)
+static u64 key_hash(const struct kvd_pool *pool, const u8 *key)
 {
 	u8 hash[crypto_shorthash_BYTES];
-	u32 h;
+	u64 h;
 
 	_Static_assert(crypto_shorthash_KEYBYTES == KV_KEY_BYTES, "root key as hash key");
+	_Static_assert(sizeof(hash) == sizeof(h), "one word");
 	crypto_shorthash(hash, key, KV_KEY_BYTES, pool->root_key);
 	memcpy(&h, hash, sizeof(h));
 	if (KV_MUTANT(index_not_keyed))
 		memcpy(&h, key, sizeof(h));
-	return &pool->hash_heads[h & pool->hash_mask];
+	return h;
+}
+
+static u32 *head_of(const struct kvd_pool *pool, u64 hash)
+{
+	return &pool->hash_heads[hash & pool->hash_mask];
+}
+
+u32 *kvd_prefix_head(const struct kvd_pool *pool, const u8 *key)
+{
+	return head_of(pool, key_hash(pool, key));
 }
 
 static u32 *page_tokens_of(const struct kvd_pool *pool, u32 pfn)
@@ -129,16 +140,18 @@ static bool same_parent(const struct kvd_pool *pool, const struct kvd_frame *f,
 	       f->parent == parent;
 }
 
-u32 kvd_prefix_find(const struct kvd_pool *pool, const u8 *key, const u32 *tokens,
-		    u32 parent, bool root)
+/* kvd_prefix_find() by a @key whose hash is there already. */
+static u32 find_hashed(const struct kvd_pool *pool, u64 hash, const u8 *key,
+		       const u32 *tokens, u32 parent, bool root)
 {
 	u32 pfn;
 
-	for (pfn = *kvd_prefix_head(pool, key); pfn != KVD_PFN_NONE;
+	for (pfn = *head_of(pool, hash); pfn != KVD_PFN_NONE;
 	     pfn = pool->links[pfn].hash_next) {
 		const struct kvd_frame *f = &pool->frames[pfn];
 
-		if (memcmp(f->key, key, KV_KEY_BYTES))
+		if (pool->links[pfn].key_hash != (u32)(hash >> 32) ||
+		    memcmp(f->key, key, KV_KEY_BYTES))
 			continue;
 		if (KV_MUTANT(no_token_compare))
 			return pfn;
@@ -151,13 +164,21 @@ u32 kvd_prefix_find(const struct kvd_pool *pool, const u8 *key, const u32 *token
 	return KVD_PFN_NONE;
 }
 
+u32 kvd_prefix_find(const struct kvd_pool *pool, const u8 *key, const u32 *tokens,
+		    u32 parent, bool root)
+{
+	return find_hashed(pool, key_hash(pool, key), key, tokens, parent, root);
+}
+
 u32 kvd_prefix_find_key(const struct kvd_pool *pool, const u8 *key)
 {
+	u64 hash = key_hash(pool, key);
 	u32 pfn;
 
-	for (pfn = *kvd_prefix_head(pool, key); pfn != KVD_PFN_NONE;
+	for (pfn = *head_of(pool, hash); pfn != KVD_PFN_NONE;
 	     pfn = pool->links[pfn].hash_next) {
-		if (!memcmp(pool->frames[pfn].key, key, KV_KEY_BYTES))
+		if (pool->links[pfn].key_hash == (u32)(hash >> 32) &&
+		    !memcmp(pool->frames[pfn].key, key, KV_KEY_BYTES))
 			return pfn;
 	}
 	return KVD_PFN_NONE;
@@ -182,7 +203,8 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 		       u32 parent, bool root)
 {
 	struct kvd_frame *f = &pool->frames[pfn];
-	u32 *head = kvd_prefix_head(pool, key);
+	u64 hash = key_hash(pool, key);
+	u32 *head = head_of(pool, hash);
 
 	kv_assert(!(f->flags & KVD_FRAME_INDEXED) && parent != pfn);
 	kvd_frame_touch(pool, pfn);
@@ -192,6 +214,7 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 	if (root)
 		f->flags |= KVD_FRAME_ROOT;
 	pool->links[pfn].nr_children = 0;
+	pool->links[pfn].key_hash = (u32)(hash >> 32);
 	pool->links[pfn].hash_next = *head;
 	*head = pfn;
 	child_link(pool, f, root ? KVD_PFN_NONE : parent);
@@ -205,8 +228,10 @@ void kvd_prefix_insert(struct kvd_pool *pool, u32 pfn, const u8 *key, const u32 
 void kvd_prefix_adopt(struct kvd_pool *pool, u32 pfn)
 {
 	const struct kvd_frame *f = &pool->frames[pfn];
-	u32 *head = kvd_prefix_head(pool, f->key);
+	u64 hash = key_hash(pool, f->key);
+	u32 *head = head_of(pool, hash);
 
+	pool->links[pfn].key_hash = (u32)(hash >> 32);
 	pool->links[pfn].hash_next = *head;
 	*head = pfn;
 	/* No walk entry: tokens are believed only with their key (kvd_prefix_find()). */
@@ -367,15 +392,15 @@ static int ask_step(struct kvd_lookup_op *op, u32 want, u32 here)
 	return op->nr ? 0 : KV_MISS;
 }
 
-/* Page @op->nr by its @key; @walk is the token hash up to it. */
-static bool lookup_key(struct kvd_lookup_op *op, const u8 *key, u64 walk)
+/* Page @op->nr by its @key, which has @hash; @walk is the token hash up to it. */
+static bool lookup_key(struct kvd_lookup_op *op, const u8 *key, u64 hash, u64 walk)
 {
 	struct kvd_pool *pool = op->a->pool;
 	struct kvd_frame *f;
 	u32 pfn;
 
-	pfn = kvd_prefix_find(pool, key, lookup_tokens(op, op->nr), op->parent,
-			      op->nr == 0);
+	pfn = find_hashed(pool, hash, key, lookup_tokens(op, op->nr), op->parent,
+			  op->nr == 0);
 	if (pfn == KVD_PFN_NONE)
 		ask_first(op, key);
 	if (pfn == KVD_PFN_NONE || !may_hit(op, pfn))
@@ -399,7 +424,7 @@ static bool lookup_hash(struct kvd_lookup_op *op, u32 max)
 {
 	struct kvd_pool *pool = op->a->pool;
 	u8 keys[KVD_HASH_SLICE][KV_KEY_BYTES];
-	u64 walks[KVD_HASH_SLICE], walk = op->walk;
+	u64 walks[KVD_HASH_SLICE], hashes[KVD_HASH_SLICE], walk = op->walk;
 	const u8 *key = op->key;
 	u32 *head = NULL;
 
@@ -411,14 +436,16 @@ static bool lookup_hash(struct kvd_lookup_op *op, u32 max)
 		if (head)
 			kvd_walk_fetch(op->a, *head);
 		key = keys[i];
-		head = kvd_prefix_head(pool, key);
+		hashes[i] = key_hash(pool, key);
+		head = head_of(pool, hashes[i]);
 		__builtin_prefetch(head);
 		walk = kvd_walk_hash(pool, walk, tokens);
 		walks[i] = walk;
 		kvd_walk_head_fetch(pool, walk);
 	}
+	kvd_walk_fetch(op->a, *head);
 	for (u32 i = 0; i < max; i++)
-		if (!lookup_key(op, keys[i], walks[i]))
+		if (!lookup_key(op, keys[i], hashes[i], walks[i]))
 			return false;
 	return true;
 }
