@@ -31,6 +31,7 @@
 	X(pidfd, 0)         \
 	X(send, 0)          \
 	X(state_write, 0)   \
+	X(tenant_alloc, 0)  \
 	X(tier_copy, 0)       \
 	X(tier_journal, 0)    \
 	X(tier_read_eio, 0)   \

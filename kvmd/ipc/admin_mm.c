@@ -172,6 +172,7 @@ int kvd_admin_vmstat(struct kvd_admin_call *call)
 	kvd_admin_u64(out, "quota_refusals", quota);
 	kvd_admin_u64(out, "full_refusals", full);
 	kvd_admin_u64(out, "turns", core->nr_turns);
+	kvd_admin_u64(out, "left_pages", core->nr_left_pages);
 	kvd_admin_u64(out, "grace_epoch", core->mm.grace.epoch);
 	kvd_admin_u64(out, "uptime_ms",
 		      (call->kvd->now_ns - call->kvd->started_ns) / 1000000);

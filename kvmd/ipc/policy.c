@@ -10,7 +10,9 @@
 #include <unistd.h>
 
 #include "base/assert.h"
+#include "base/mutant.h"
 #include "kvmd/daemon.h"
+#include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
 
 #define SECRET_BYTES 32
@@ -166,28 +168,43 @@ static void mins_drop(struct kvd *kvd, const struct kvd_config *config, u32 *ret
 	}
 }
 
-static int tenant_apply(struct kvd *kvd, const struct kvd_config *config, u32 t,
-			u32 *ret_deferred)
+/* All that can fail: domains and tenants that are new, without memory for now. */
+static int tenant_make(struct kvd *kvd, const struct kvd_config *config, u32 t)
 {
 	const struct kvd_config_tenant *ct = &config->tenants[t];
 	struct kvd_limits l = limits_of(kvd, ct);
-	struct kvd_tenant *tenant = kvd_tenant_find(&kvd->core, ct->name);
 	struct kvd_domain *domain;
-	bool deferred = false;
+	struct kvd_tenant *tenant;
+	const char *field;
 	int r;
+
+	if (l.min_bytes > l.high_bytes)
+		return -EINVAL;
+	l.min_bytes = 0;
+	r = kvd_limits_check(&kvd->core, NULL, &l, &field);
+	if (r || kvd_tenant_find(&kvd->core, ct->name))
+		return r;
+	r = kvd_fault(KVD_FAULT_tenant_alloc) ? -ENOMEM : 0;
+	if (!r)
+		r = domain_get(kvd, config->domains[ct->domain].name, &domain);
+	if (r)
+		return r;
+	return kvd_tenant_create(&kvd->core, domain, ct->name, &no_memory, &tenant);
+}
+
+static void limits_apply(struct kvd *kvd, const struct kvd_config *config, u32 t,
+			 u32 *ret_deferred)
+{
+	const struct kvd_config_tenant *ct = &config->tenants[t];
+	struct kvd_tenant *tenant = kvd_tenant_find(&kvd->core, ct->name);
+	struct kvd_limits l = limits_of(kvd, ct);
+	bool deferred = false;
 
 	/* Nothing can be promised before the size is known; then this is called again. */
 	if (!kvd->core.mm.limits.capacity_bytes)
 		l.min_bytes = 0;
-	if (tenant) {
-		r = kvd_tenant_set_limits(&kvd->core, tenant, &l, &deferred);
-		*ret_deferred += deferred;
-		return r;
-	}
-	r = domain_get(kvd, config->domains[ct->domain].name, &domain);
-	if (r)
-		return r;
-	return kvd_tenant_create(&kvd->core, domain, ct->name, &l, &tenant);
+	kv_assert(tenant && !kvd_tenant_set_limits(&kvd->core, tenant, &l, &deferred));
+	*ret_deferred += deferred;
 }
 
 int kvd_policy_apply(struct kvd *kvd, const struct kvd_config *config, char *error,
@@ -200,15 +217,20 @@ int kvd_policy_apply(struct kvd *kvd, const struct kvd_config *config, char *err
 	r = policy_check(kvd, config, error);
 	if (r)
 		return r;
-	mins_drop(kvd, config, ret_deferred);
-	for (t = 0; t < config->nr_tenants; t++) {
-		r = tenant_apply(kvd, config, t, ret_deferred);
-		if (r) {
-			snprintf(error, KVD_CONFIG_ERROR_BYTES, "tenants[%u]: \"%s\": %s",
-				 t, config->tenants[t].name, strerror(-r));
-			return r;
-		}
+	for (t = 0; t < config->nr_tenants && !r; t++)
+		r = tenant_make(kvd, config, t);
+	if (r) {
+		t--;
+		snprintf(error, KVD_CONFIG_ERROR_BYTES, "tenants[%u]: \"%s\": %s", t,
+			 config->tenants[t].name, strerror(-r));
+		if (!KV_MUTANT(policy_half_applied))
+			kvd_policy_sweep(
+				kvd); /* what was made just now is in no policy */
+		return r;
 	}
+	mins_drop(kvd, config, ret_deferred);
+	for (t = 0; t < config->nr_tenants; t++)
+		limits_apply(kvd, config, t, ret_deferred);
 	kvd->config = *config;
 	kvd->config_revision++;
 	kvd_tiering_limits(kvd);

@@ -108,6 +108,7 @@ struct kvd_core_config {
  * @min_bytes_total: sum of all tenants' min; 0 spares the look at promises
  * @sweep_pool: where kvd_audit_slice() goes on
  * @nr_turns: turns given (own/turn.h)
+ * @nr_left_pages: held, not in stock, by sessions when they ended
  * @second_ns: when the once-a-second work was done last
  */
 struct kvd_core {
@@ -123,6 +124,7 @@ struct kvd_core {
 	struct kvd_incidents incidents;
 	u64 min_bytes_total;
 	u64 nr_turns;
+	u64 nr_left_pages;
 	u64 second_ns;
 	u32 sweep_pool;
 };

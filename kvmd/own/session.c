@@ -381,9 +381,34 @@ static void epoch0_store(struct kvd_session *s)
 	kv_full_barrier();
 }
 
+u32 kvd_session_nr_held(const struct kvd_session *s)
+{
+	u32 nr = 0;
+
+	for (u32 i = 0; i < KV_POOLS_MAX; i++)
+		nr += s->attach[i].pool ? s->attach[i].nr_held : 0;
+	return nr;
+}
+
+/* What it did not give back is its leak, unless it was cut off: a line with numbers. */
+static void end_log(struct kvd_session *s, const char *why)
+{
+	u32 held = kvd_session_nr_held(s), stocked = 0;
+	char line[200];
+
+	for (u32 i = 0; i < KV_MAGAZINES; i++)
+		stocked += s->mags[i].nr;
+	s->core->nr_left_pages += held - KV_MIN(held, stocked);
+	snprintf(
+		line, sizeof(line),
+		"session %llu (%.60s, pid %d) ended: %.40s; it held %u pages, %u of them in "
+		"stock",
+		(unsigned long long)s->id, s->name, s->pid, why, held, stocked);
+	s->core->mm.env->log(s->core->mm.env->arg, 6, line);
+}
+
 void kvd_session_end(struct kvd_session *s, const char *why)
 {
-	char line[160];
 
 	if (s->state == KVD_SESSION_ENDED)
 		return;
@@ -394,9 +419,7 @@ void kvd_session_end(struct kvd_session *s, const char *why)
 		s->image->state = KVD_IMAGE_ENDED;
 		kvd_crash_point();
 	}
-	snprintf(line, sizeof(line), "session %llu (%.60s, pid %d) ended: %.40s",
-		 (unsigned long long)s->id, s->name, s->pid, why);
-	s->core->mm.env->log(s->core->mm.env->arg, 6, line);
+	end_log(s, why);
 	if (KV_MUTANT(late_epoch0)) {
 		pins_drop(s);
 		epoch0_store(s);

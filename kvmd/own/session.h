@@ -130,6 +130,9 @@ void kvd_session_end(struct kvd_session *s, const char *why);
  */
 void kvd_session_work_ended(struct kvd_session *s);
 
+/** kvd_session_nr_held() - pages it holds, stocked ones included */
+u32 kvd_session_nr_held(const struct kvd_session *s);
+
 /** kvd_session_find() - by client id, or NULL; ENDED ones too */
 struct kvd_session *kvd_session_find(struct kvd_core *core, u64 client_id);
 

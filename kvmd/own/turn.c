@@ -11,15 +11,6 @@
 
 #include "kvmd/own/core.h"
 
-static u32 nr_held(const struct kvd_session *s)
-{
-	u32 nr = 0;
-
-	for (u32 i = 0; i < KV_POOLS_MAX; i++)
-		nr += s->attach[i].pool ? s->attach[i].nr_held : 0;
-	return nr;
-}
-
 /* NULL: somebody may be getting on. A session that holds pages and was not refused may be
  * at work on them. */
 static struct kvd_session *choose(struct kvd_core *core, const struct kvd_domain *d)
@@ -30,7 +21,7 @@ static struct kvd_session *choose(struct kvd_core *core, const struct kvd_domain
 	list_for_each_entry (s, &core->sessions, node) {
 		if (s->tenant->domain != d)
 			continue;
-		nr = nr_held(s);
+		nr = kvd_session_nr_held(s);
 		if (!s->stalled) {
 			if (nr)
 				return NULL;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What fails around the daemon: file descriptors, memory, peers that do not read. */
+#include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -164,6 +165,66 @@ KVT_TEST(each_failure_on_the_way_leaves_nothing_behind)
 		KVT_EXPECT(whole_attempt());
 	usleep(50000);
 	KVT_EXPECT_EQ(daemon_nr_fds(&d), fds);
+	daemon_stop(&d);
+}
+
+static char config_path[96];
+
+static void policy_write(const char *text)
+{
+	int fd = open(config_path, O_WRONLY | O_CREAT | O_TRUNC, 0600);
+
+	KVT_EXPECT(fd >= 0);
+	KVT_EXPECT_EQ(write(fd, text, strlen(text)), strlen(text));
+	close(fd);
+}
+
+static void with_policy(struct kvd_options *opt)
+{
+	with_faults(opt);
+	snprintf(config_path, sizeof(config_path), "%.80s/kvmd.json", opt->state_dir);
+	policy_write("{\"tenants\":[{\"name\":\"red\",\"uids\":[0],\"gpus\":[{\"gpu\":"
+		     "\"*\",\"min\":\"1MiB\",\"max\":\"9MiB\"}]}]}");
+	opt->config_path = config_path;
+}
+
+/* A reload that fails in its middle has changed no limit and made no tenant. */
+KVT_TEST(reload_that_fails_changes_nothing)
+{
+	static const char two[] =
+		"{\"tenants\":[{\"name\":\"new\",\"uids\":[64997]},{\"name\":\"red\","
+		"\"uids\":[0],\"gpus\":[{\"gpu\":\"*\",\"max\":\"5MiB\"}]},{\"name\":"
+		"\"newer\",\"uids\":[64998]}]}";
+	cJSON *doc;
+
+	daemon_start(&d, with_policy);
+	policy_write(two);
+	for (u32 nth = 0; nth < 2; nth++) {
+		char ask[96];
+
+		snprintf(ask, sizeof(ask),
+			 "{\"op\":\"fault\",\"spec\":\"tenant_alloc:space=%u,times=1\"}",
+			 nth);
+		cJSON_Delete(daemon_ask(&d, ask));
+		doc = daemon_ask(&d, "{\"op\":\"reload\"}");
+		KVT_EXPECT(cJSON_IsFalse(cJSON_GetObjectItem(doc, "ok")));
+		KVT_EXPECT_HAS(cJSON_GetObjectItem(doc, "error")->valuestring,
+			       nth ? "tenants[2]" : "tenants[0]");
+		cJSON_Delete(doc);
+		KVT_EXPECT_EQ(daemon_number(&d, STATUS, "config_revision"), 1);
+		doc = daemon_ask(&d, "{\"op\":\"tenant\"}");
+		KVT_EXPECT_EQ(cJSON_GetArraySize(cJSON_GetObjectItem(doc, "tenants")), 1);
+		cJSON_Delete(doc);
+		KVT_EXPECT_EQ(
+			daemon_number(&d, "{\"op\":\"tenant\"}", "tenants.0.max_bytes"),
+			9 << 20);
+		KVT_EXPECT_EQ(
+			daemon_number(&d, "{\"op\":\"tenant\"}", "tenants.0.min_bytes"),
+			1 << 20);
+	}
+	doc = daemon_ask(&d, "{\"op\":\"reload\"}");
+	KVT_EXPECT(cJSON_IsTrue(cJSON_GetObjectItem(doc, "ok")));
+	cJSON_Delete(doc);
 	daemon_stop(&d);
 }
 

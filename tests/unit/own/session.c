@@ -157,6 +157,28 @@ KVT_TEST(large_sessions_are_dropped_in_slices)
 	rig_fini(&r);
 }
 
+/* What a session did not give back is counted and said; what lies in stock is no leak. */
+KVT_TEST(pages_left_at_the_end_are_counted)
+{
+	struct kvd_session *s, *s2;
+	struct kvd_attach *a, *b;
+	u32 nr, pending;
+
+	rig_init(&r, 4, 8);
+	a = rig_client(&r, rig_tenant(&r, r.red, "t", 0, 0), &s);
+	b = rig_client(&r, kvd_tenant_find(&r.core, "t"), &s2);
+	rig_alloc1(s, a);
+	rig_alloc1(s, a);
+	KVT_EXPECT_EQ(kvd_lease_stock(s, a, 0, 4, KV_GFP_NOWAIT, &nr, &pending), 0);
+	KVT_EXPECT_EQ(kvd_session_nr_held(s), 6);
+	kvd_session_work_ended(s);
+	KVT_EXPECT_EQ(r.core.nr_left_pages, 2);
+	KVT_EXPECT_EQ(rig_free1(s2, b, rig_alloc1(s2, b)), 0);
+	kvd_session_work_ended(s2);
+	KVT_EXPECT_EQ(r.core.nr_left_pages, 2);
+	rig_fini(&r);
+}
+
 KVT_TEST(stalled_session_is_reported_by_name)
 {
 	struct kvd_session *s, *s2;
