@@ -160,7 +160,7 @@ static int room_slow(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u32 g
 		if (coming + kvd_reclaim_available(pool, s->tenant->index) >= lacking) {
 			kvd_reclaim_wake(pool, lacking - coming);
 			coming = lacking;
-		} else if (kvd_reclaim_extents(pool)) {
+		} else if (kvd_reclaim_extents(pool) || kvd_lease_recall_idle(pool)) {
 			r = KV_PENDING;
 		}
 	}

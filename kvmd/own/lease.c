@@ -237,6 +237,21 @@ u32 kvd_lease_recall(struct kvd_pool *pool)
 	return nr;
 }
 
+u32 kvd_lease_recall_idle(struct kvd_pool *for_pool)
+{
+	struct kvd_core *core = kvd_core_of(for_pool->mm);
+	u64 now_ns = for_pool->mm->now_ns;
+	struct kvd_session *s;
+	u32 nr = 0;
+
+	list_for_each_entry (s, &core->sessions, node) {
+		if (s->state == KVD_SESSION_LIVE && s->tenant->account.nr[KVD_MAGAZINE] &&
+		    now_ns - s->asked_ns >= KVD_STOCK_IDLE_NS && !KV_MUTANT(stock_kept))
+			nr += kvd_lease_mags_recall(s, NULL);
+	}
+	return nr;
+}
+
 u32 kvd_lease_drop_some(struct kvd_session *s, struct kvd_attach *a, u32 event,
 			u32 budget)
 {

@@ -92,6 +92,16 @@ void kvd_lease_popped(struct kvd_session *s, struct kvd_magazine *m, u32 slot);
  * (NULL); popped pages become ACTIVE. Return: pages recalled */
 u32 kvd_lease_mags_recall(struct kvd_session *s, const struct kvd_pool *pool);
 
+/* A session that asked for nothing for so long is idle. */
+#define KVD_STOCK_IDLE_NS 250000000ull
+
+/**
+ * kvd_lease_recall_idle() - take stock from idle sessions of all pools and domains
+ *
+ * A few stocked pages can hold the extents that @for_pool could grow by. Return: pages.
+ */
+u32 kvd_lease_recall_idle(struct kvd_pool *for_pool);
+
 /**
  * kvd_lease_drop_some() - a session ends or closes a pool: its references there go
  * @budget: most pages in this call
