@@ -49,6 +49,17 @@ static void starved(struct eng_engine *e, struct eng_request *r)
 	eng_sched_preempt(r);
 }
 
+/* What is coming may wait for a step that never retires: no longer than for admission. */
+static bool pending_too_long(struct eng_engine *e, struct eng_request *r)
+{
+	u64 now_ns = kv_now_ns();
+
+	if (r->starved_since_ns == 0)
+		r->starved_since_ns = now_ns;
+	return now_ns - r->starved_since_ns > (u64)e->opt.admit_ms * KV_NSEC_PER_MSEC &&
+	       !KV_MUTANT(pending_for_ever);
+}
+
 /* The page may come from the magazine, from kvmd, or from a younger request. */
 static int get_page(struct eng_engine *e, struct eng_request *r, u32 nr_pages)
 {
@@ -84,7 +95,10 @@ bool eng_decode_slot(struct eng_engine *e, struct eng_request *r)
 		r->starved_since_ns = 0;
 		return true;
 	case KV_PENDING: /* coming: waiting is cheaper than computing again */
-		retry_at(e, kv_now_ns() + RETRY_PENDING_NS);
+		if (pending_too_long(e, r))
+			starved(e, r);
+		else
+			retry_at(e, kv_now_ns() + RETRY_PENDING_NS);
 		return false;
 	case KV_FULL:
 	case KV_QUOTA:

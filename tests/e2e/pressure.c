@@ -4,6 +4,9 @@
  * finish with the tokens they would have had alone.
  */
 #include "tests/kvt.h"
+#include <unistd.h>
+
+#include "base/clock.h"
 #include "tests/e2e/common.h"
 
 #include <cjson/cJSON.h>
@@ -172,6 +175,49 @@ KVT_TEST(no_pages_ends_in_an_outcome)
 	rig_run(e);
 	KVT_EXPECT_EQ(t[1].res.finish, ENG_FINISH_LENGTH);
 	eng_engine_destroy(e);
+	eng_engine_destroy(other);
+	rig_close(&rig);
+}
+
+/* Pages are coming, but not before a step of somebody else retires, and it never does: that
+ * is an outcome as well, also for a request that runs. */
+KVT_TEST(pending_for_long_ends_in_an_outcome)
+{
+	struct eng_options opt = {
+		.kv = ENG_KV_FP8, .no_seal = true, .no_prefix = true, .admit_ms = 300};
+	struct eng_engine *e, *other, *stuck;
+	u64 until_ns = kv_now_ns() + 15 * KV_NSEC_PER_SEC;
+	struct kv_grant held[64];
+	struct kvc_step *step;
+	u32 nr = 0;
+
+	open_small("2MiB");
+	other = rig_engine(&rig, &opt);
+	stuck = rig_engine(&rig, &opt);
+	e = rig_engine(&rig, &opt);
+	trace_submit(e, &t[0], prompts[0], PROMPT, 200, true);
+	while (!t[0].nr)
+		KVT_EXPECT(eng_engine_turn(e) >= 0);
+	while (nr < 64 &&
+	       kvc_alloc(eng_engine_pool(other), 1, KV_GFP_NOWAIT, &held[nr]) == 0)
+		nr++;
+	KVT_EXPECT(nr > 1);
+	KVT_EXPECT_EQ(kvc_step_begin(eng_engine_kvc(stuck), &step), 0);
+	KVT_EXPECT_EQ(kvc_free(eng_engine_pool(other), held, nr), 0);
+	KVT_EXPECT_EQ(kvc_flush(eng_engine_kvc(other)), 0);
+	while (!t[0].done && kv_now_ns() < until_ns) {
+		KVT_EXPECT(eng_engine_turn(e) >= 0);
+		usleep(200);
+	}
+	KVT_EXPECT(t[0].done);
+	KVT_EXPECT_EQ(t[0].res.finish, ENG_FINISH_NO_PAGES);
+	KVT_EXPECT(t[0].res.code == KV_PENDING || t[0].res.code == KV_FULL);
+	kvc_step_retire(step);
+	trace_submit(e, &t[1], prompts[1], PROMPT, 4, true);
+	rig_run(e);
+	KVT_EXPECT_EQ(t[1].res.finish, ENG_FINISH_LENGTH);
+	eng_engine_destroy(e);
+	eng_engine_destroy(stuck);
 	eng_engine_destroy(other);
 	rig_close(&rig);
 }
