@@ -25,6 +25,7 @@
 #define DRAIN_MAX    (KV_MAGAZINES * KV_MAGAZINE_SLOTS)
 #define WAIT_MIN_NS  (100 * KV_NSEC_PER_USEC)
 #define WAIT_MAX_NS  (2 * KV_NSEC_PER_MSEC)
+#define PARK_NS	     KV_NSEC_PER_SEC /* how long kvmd holds a request with WAIT back */
 
 static __thread struct {
 	u64 pool_serial;
@@ -346,11 +347,17 @@ static bool may_come(int r)
 	return r == KV_FULL || r == KV_QUOTA || r == KV_PENDING;
 }
 
+static u32 in_time(u32 gfp, u64 deadline_ns)
+{
+	return kv_now_ns() + 2 * PARK_NS < deadline_ns ? gfp : gfp & ~KV_GFP_WAIT;
+}
+
 /*
  * kvmd may hold a request with WAIT back until pages are freed, and those may be the ones
  * on our own return list: so it is asked without WAIT first, and WAIT is used only after
  * all that may go has been sent. Steps that retire meanwhile free more, hence the
- * repeated sending.
+ * repeated sending. Near the deadline WAIT is left out again: kvmd holds a request back
+ * for PARK_NS, and an answer that comes too late would be -ETIMEDOUT instead of PENDING.
  */
 static int alloc_slow(struct kvc_pool *pool, u32 nr, u32 gfp, struct kv_grant *ret_pages)
 {
@@ -362,13 +369,15 @@ static int alloc_slow(struct kvc_pool *pool, u32 nr, u32 gfp, struct kv_grant *r
 	if (may_come(r))
 		r = alloc_with_stock(pool, nr, now, ret_pages, r, deadline_ns);
 	if (may_come(r) && kvc_ret_send(pool, 1, deadline_ns) >= 0)
-		r = alloc_call(pool, nr, gfp, ret_pages, deadline_ns);
+		r = alloc_call(pool, nr, in_time(gfp, deadline_ns), ret_pages,
+			       deadline_ns);
 	while (r == KV_PENDING && (gfp & KV_GFP_WAIT) &&
 	       kv_now_ns() + wait_ns < deadline_ns) {
 		kvc_sleep_ns(wait_ns);
 		wait_ns = KV_MIN(wait_ns * 2, WAIT_MAX_NS);
 		kvc_ret_send(pool, 1, deadline_ns);
-		r = alloc_call(pool, nr, gfp, ret_pages, deadline_ns);
+		r = alloc_call(pool, nr, in_time(gfp, deadline_ns), ret_pages,
+			       deadline_ns);
 	}
 	return r;
 }

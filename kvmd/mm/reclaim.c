@@ -82,7 +82,8 @@ static struct kvd_account *donor(const struct kvd_pool *pool, u16 tenant)
 			continue;
 		have = standing(acct);
 		urgent = urgency(acct, have);
-		score = (have - KV_MIN(have, acct->min_bytes)) / acct->weight;
+		score = (have - KV_MIN(have, acct->min_bytes)) /
+			(KV_MUTANT(weights_ignored) ? 1 : acct->weight);
 		if (!best || urgent > best_urgency ||
 		    (urgent == best_urgency && score > best_score)) {
 			best = acct;

@@ -11,6 +11,12 @@
 
 #include "kvmd/own/core.h"
 
+/* It was refused and tries again and again. */
+static bool insists(const struct kvd_session *s, u64 now_ns)
+{
+	return s->stalled && now_ns - s->asked_ns < KVD_TURN_STUCK_NS;
+}
+
 /* NULL: somebody may be getting on. A session that holds pages and was not refused may be
  * at work on them. */
 static struct kvd_session *choose(struct kvd_core *core, const struct kvd_domain *d)
@@ -27,6 +33,8 @@ static struct kvd_session *choose(struct kvd_core *core, const struct kvd_domain
 				return NULL;
 			continue;
 		}
+		if (!insists(s, core->mm.now_ns))
+			continue;
 		if (first &&
 		    (nr < most || (nr == most && s->stalled_ns >= first->stalled_ns)))
 			continue;
@@ -64,9 +72,10 @@ void kvd_turn_refused(struct kvd_session *s)
 	    KV_MUTANT(no_turn))
 		return;
 	if (d->turn) {
-		if (!d->turn->stalled || now_ns - d->turn->stalled_ns < KVD_TURN_MAX_NS)
+		if (!d->turn->stalled || (insists(d->turn, now_ns) &&
+					  now_ns - d->turn->stalled_ns < KVD_TURN_MAX_NS))
 			return;
-		/* It cannot be helped; behind the others. */
+		/* It cannot be helped, or has given up; behind the others. */
 		d->turn->stalled_ns = now_ns;
 		d->turn = NULL;
 	}

@@ -134,6 +134,53 @@ KVT_TEST(reclaim_order_and_floor)
 	rig_fini(&r);
 }
 
+/* What is lent beyond min is taken back by weight, and lent again when it is free. */
+KVT_TEST(weights_share_what_is_lent)
+{
+	enum { EACH = 240 };
+	struct kvd_session *s[3];
+	struct kvd_attach *a[3];
+	struct kvd_tenant *t[3];
+	static struct kv_grant g[512];
+	u32 left[2], nr = 512 - 2 * EACH;
+
+	rig_init(&r, 32, 16);
+	for (u32 i = 0; i < 3; i++) {
+		struct kvd_limits l = {.high_bytes = 1ull << 40,
+				       .max_bytes = 1ull << 40,
+				       .weight = i ? 3 : 1};
+		bool deferred;
+
+		t[i] = rig_tenant(&r, r.red,
+				  i == 0   ? "one"
+				  : i == 1 ? "three"
+					   : "asks",
+				  0, 0);
+		KVT_EXPECT_EQ(kvd_tenant_set_limits(&r.core, t[i], &l, &deferred), 0);
+		a[i] = rig_client(&r, t[i], &s[i]);
+	}
+	for (u32 i = 0; i < EACH / 16; i++) {
+		rig_cache(&r, s[0], a[0], i, 16);
+		rig_cache(&r, s[1], a[1], 1000 + i, 16);
+	}
+	KVT_EXPECT_EQ(rig_alloc(s[2], a[2], nr, KV_GFP_PREFILL, g), 0);
+	KVT_EXPECT_EQ(rig_alloc(s[2], a[2], EACH, KV_GFP_PREFILL, g + nr), 0);
+	left[0] = t[0]->account.nr[KVD_CACHED];
+	left[1] = t[1]->account.nr[KVD_CACHED];
+	KVT_EXPECT_EQ(left[0] + left[1], EACH);
+	/* 1 to 3, to within what is taken at a time */
+	KVT_EXPECT(left[0] * 3 <= left[1] + 64 && left[1] <= left[0] * 3 + 64);
+	for (u32 i = 0; i < nr + EACH; i++)
+		KVT_EXPECT_EQ(rig_free1(s[2], a[2], g[i]), 0);
+	rig_run(&r);
+	for (u32 i = 0; i < EACH / 16; i++)
+		rig_cache(&r, s[0], a[0], 2000 + i, 16);
+	KVT_EXPECT_EQ(t[0]->account.nr[KVD_CACHED], left[0] + EACH);
+	KVT_EXPECT_EQ(t[1]->account.nr[KVD_CACHED], left[1]);
+	rig_audit(&r);
+	rig_fini(&r);
+}
+
 /* A request of a neighbour below its min always finds memory: in the domain, and across.
  */
 KVT_TEST(min_is_always_there)

@@ -159,6 +159,29 @@ KVT_TEST(turn_ends_with_its_session)
 	rig_fini(&r);
 }
 
+/* One that has given up asking stands in nobody's way. */
+KVT_TEST(turn_is_for_those_who_ask)
+{
+	struct model *asks;
+	struct kvd_tenant *t[2];
+	struct kv_grant g;
+	u32 tries = 0;
+
+	rig_init(&r, 4, 8);
+	t[0] = t[1] = rig_tenant(&r, r.red, "t", 0, 0);
+	start(t, 2, PAGES);
+	for (u32 i = 0; i < 2000 && !r.red->turn; i++)
+		round_of(2);
+	KVT_EXPECT(r.red->turn != NULL);
+	asks = r.red->turn == m[0].s ? &m[1] : &m[0];
+	while (rig_alloc(asks->s, asks->a, 1, KV_GFP_NOWAIT, &g)) {
+		KVT_EXPECT(++tries < 25);
+		pass(10 * MS);
+	}
+	KVT_EXPECT(tries > 0);
+	rig_fini(&r);
+}
+
 /* One that cannot be helped - others keep what they hold - does not keep the turn. */
 KVT_TEST(turn_goes_round)
 {
