@@ -148,7 +148,9 @@ static void leases_count(struct kvd_attach *a)
 static bool session_attach(struct kvd_session *s, struct kvd_pool *pool,
 			   const struct kvd_adopt_pool_params *p, struct kvd_adopted *ad)
 {
+	const struct kvd_env *env = pool->mm->env;
 	struct kvd_region region;
+	int r;
 
 	if (!s->image)
 		return true; /* it may have held something */
@@ -163,8 +165,12 @@ static bool session_attach(struct kvd_session *s, struct kvd_pool *pool,
 		}
 		if (kvd_image_pool_id(word) != pool->id)
 			continue;
-		if (p->leases(p->arg, pool->id, s->id, &region) ||
-		    kvd_attach_layout(a, pool, &region)) {
+		r = p->leases(p->arg, pool->id, s->id, &region);
+		if (!r && kvd_attach_layout(a, pool, &region)) {
+			env->region_free(env->arg, &region);
+			r = -EBADMSG;
+		}
+		if (r) {
 			ad->damage++;
 			s->image->pools[i] = 0;
 			return true;

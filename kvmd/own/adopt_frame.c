@@ -87,6 +87,20 @@ static bool sensible(const struct work *w, const struct kvd_frame *f)
 	return ((SEALED_STATES >> f->state) & 1) == (u32)kv_tag_sealed(f->tag);
 }
 
+/* A page with a writer is its writer's alone. */
+static bool foreign(const struct kvd_frame *f, const struct kvd_session *s)
+{
+	return (f->state == KVD_ACTIVE || f->state == KVD_MAGAZINE) &&
+	       f->owner != s->id && !KV_MUTANT(any_holder);
+}
+
+static void lease_drop(struct kvd_attach *a, u32 pfn)
+{
+	a->refs[pfn] = 0;
+	a->held[pfn / 64] &= ~(1ull << (pfn % 64));
+	a->nr_held--;
+}
+
 static void leases_sum(struct work *w)
 {
 	struct kvd_session *s;
@@ -94,8 +108,14 @@ static void leases_sum(struct work *w)
 	list_for_each_entry (s, &w->core->sessions, node) {
 		struct kvd_attach *a = kvd_session_attach(s, w->pool->id);
 
-		for (u32 pfn = 0; a && pfn < w->pool->geo.nr_pages; pfn++)
+		for (u32 pfn = 0; a && pfn < w->pool->geo.nr_pages; pfn++) {
+			if (a->refs[pfn] && pfn != w->last &&
+			    foreign(&w->pool->frames[pfn], s)) {
+				w->ad->damage++;
+				lease_drop(a, pfn);
+			}
 			w->refs[pfn] += a->refs[pfn];
+		}
 	}
 }
 
@@ -111,11 +131,25 @@ static void leases_drop(struct work *w, u32 pfn)
 
 		if (!a || !a->refs[pfn])
 			continue;
-		a->refs[pfn] = 0;
-		a->held[pfn / 64] &= ~(1ull << (pfn % 64));
-		a->nr_held--;
+		lease_drop(a, pfn);
 	}
 	w->refs[pfn] = 0;
+}
+
+/* The record under change has gone back: is it held by those who may? */
+static void holders_check(struct work *w, u32 pfn)
+{
+	struct kvd_session *s;
+
+	list_for_each_entry (s, &w->core->sessions, node) {
+		struct kvd_attach *a = kvd_session_attach(s, w->pool->id);
+
+		if (!a || !a->refs[pfn] || !foreign(&w->pool->frames[pfn], s))
+			continue;
+		w->ad->damage++;
+		w->refs[pfn] -= a->refs[pfn];
+		lease_drop(a, pfn);
+	}
 }
 
 /* Nothing has been taken from the page's extent yet: kvmd died while it made the records. */
@@ -152,15 +186,21 @@ static u64 records_check(struct work *w)
 
 	for (u32 pfn = 0; pfn < pool->geo.nr_pages; pfn++) {
 		struct kvd_frame *f = &pool->frames[pfn];
-		u32 check = f->check, sealing, mine;
+		u8 was[offsetof(struct kvd_frame, past)];
+		u32 sealing, mine;
 
 		pool->links[pfn].next = KVD_PFN_NONE;
+		if (pfn == w->last)
+			memcpy(was, f, sizeof(was));
 		if (!kvd_frame_restore(pool->mm->undo, pool, pfn)) {
 			set_bad(w, pfn);
 			nr_live++;
 			continue;
 		}
-		w->ad->undone += f->check != check;
+		if (pfn == w->last) {
+			w->ad->undone += memcmp(was, f, sizeof(was)) != 0;
+			holders_check(w, pfn);
+		}
 		if (untouched(f) ? record_gone(w, pfn) && !KV_MUTANT(gone_record_is_new)
 				 : !sensible(w, f)) {
 			set_bad(w, pfn);
