@@ -177,6 +177,8 @@ static int adopt_pools(struct kvd *kvd)
 
 	if (first && first <= KVD_POOLS_MAX)
 		r = adopt_pool(kvd, first);
+	if (r)
+		return r;		 /* the next kvmd needs it again */
 	kvd->kept.image->undo.valid = 0; /* used, or its pool is gone */
 	for (id = 1; id <= KVD_POOLS_MAX && !r; id++)
 		if (id != first)
