@@ -73,7 +73,7 @@ CUDA_LIBS := $(if $(CONFIG_CUDA),-L$(CUDA_HOME)/lib64 -lcudart_static -lstdc++ -
 # ---------------------------------------------------------------- directories
 DIRS := kvmd kvmd/dbg kvmd/backend kvmd/mm kvmd/own kvmd/tier kvmd/keep kvmd/mover kvmd/ipc libkvclient kernels \
 	engine engine/model engine/run engine/http \
-	tools/kvmctl tools/kvquant tools/kvbench tests/bench
+	tools/kvmctl tools/kvquant tools/kvbench tests/bench tests/sim/world
 
 define load_dir
 obj-y :=
@@ -109,6 +109,7 @@ $(O)/libengine.a: $(ENG_OBJS)
 $(O)/libquant.a: $(objs-tools/kvquant)
 $(O)/libbench.a: $(objs-tools/kvbench) $(objs-tests/bench)
 $(O)/libctl.a: $(objs-tools/kvmctl)
+$(O)/libsim.a: $(objs-tests/sim/world)
 $(O)/%.a:
 	$(call say,AR,$@)
 	$(Q)mkdir -p $(@D) && rm -f $@ && ar rcs $@ $(filter %.o,$^)
@@ -168,7 +169,7 @@ endif
 # ---------------------------------------------------------------- tests
 # A test program is one .c file; its directory says what it links.
 TEST_DIRS := tests/unit/mm tests/unit/own tests/unit/tier tests/unit/keep tests/unit/ipc tests/unit/model tests/unit/client \
-	tests/unit/tools tests/abi tests/fuzz tests/kernels tests/ipc tests/fault tests/e2e
+	tests/unit/tools tests/abi tests/fuzz tests/kernels tests/ipc tests/fault tests/e2e tests/sim
 TEST_SRCS := $(filter-out %/common.c,$(wildcard $(addsuffix /*.c,$(TEST_DIRS))))
 TEST_BINS := $(patsubst %.c,$(O)/%,$(TEST_SRCS))
 ifeq ($(REQUIRE_GPU),1)
@@ -192,6 +193,7 @@ tlib-tests/kernels := $(O)/libkernels.a
 tlib-tests/ipc := $(O)/libkvclient.a $(O)/libkernels.a
 tlib-tests/fault := $(O)/libkvd.a $(O)/libkvclient.a
 tlib-tests/e2e := $(O)/libengine.a $(O)/libkernels.a $(O)/libkvclient.a
+tlib-tests/sim := $(O)/libsim.a $(O)/libkvd.a
 tsys-tests/unit/mm := $(LIB_KVD) -lm
 tsys-tests/unit/own := $(LIB_KVD) -lm
 tsys-tests/unit/tier := $(LIB_KVD) -lm
@@ -206,6 +208,8 @@ tsys-tests/kernels := $(LIB_KERN)
 tsys-tests/ipc := $(LIB_KERN) -lsodium
 tsys-tests/fault := $(LIB_KVD) -lm
 tsys-tests/e2e := $(LIB_ENG)
+# The core's heap, its abort() and its death are the simulator's
+tsys-tests/sim := $(LIB_KVD) $(addprefix -Wl$(,)--wrap=,malloc calloc free abort kvd_crash_now)
 
 define test_rule
 $(O)/$(1)/%: $(O)/obj/$(1)/%.o $(tlib-$(1)) $(patsubst %.c,$(O)/obj/%.o,$(wildcard $(1)/common.c))
@@ -273,9 +277,10 @@ check-san: deps
 	$(Q)rm -rf build/san/tap
 	$(Q)KV_BUILD=$(abspath build/san) build/san/tests/run build/san/tap $(patsubst $(O)/%,build/san/%,$(TESTS))
 
-# What takes minutes: every crash point, every model.
+# What takes minutes: every crash point, a million simulated schedules, every model.
 check-long: tests
 	$(Q)KV_BUILD=$(abspath $(O)) KVT_LONG=1 KVT_TIMEOUT_S=1800 $(O)/tests/ipc/restart_crash killed_at_any_store
+	$(Q)$(O)/tests/sim/sim --long 1000000
 	$(Q)tests/model/check.sh long
 
 check-hostile: all $(O)/tests/hostile/matrix

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* acts.c - the table of acts: name, how often, and how large its arguments are drawn. */
+#include "tests/sim/world/world.h"
+
+const struct sim_op sim_ops[] = {
+	{"request", sim_op_request, 60, {32, 8, 8, 8}},
+	{"alloc", sim_op_alloc, 60, {32, 8, 4}},
+	{"take", sim_op_take, 50, {32, 4}},
+	{"step", sim_op_step, 120, {32, 3, 8, 1024}},
+	{"finish", sim_op_finish, 40, {32, 3}},
+	{"late", sim_op_late, 12, {256, 3, 8}},
+	{"free", sim_op_free, 60, {32, 64, 8}},
+	{"seal", sim_op_seal, 40, {32, 64, 8, 16}},
+	{"lookup", sim_op_lookup, 40, {32, 8, 6}},
+	{"stock", sim_op_stock, 16, {32, 2, 8, 4}},
+	{"pop", sim_op_pop, 50, {32, 2, 8}},
+	{"pin", sim_op_pin, 12, {32, 64}},
+	{"fork", sim_op_fork, 8, {32, 64, 4}},
+	{"badfree", sim_op_badfree, 6, {32, 4096, 4096, 2}},
+	{"run", sim_op_run, 120, {4}},
+	{"clock", sim_op_clock, 10, {6, 2}},
+	{"evict", sim_op_evict, 10, {3, 2}},
+	{"hold", sim_op_hold, 6, {64, 4096, 2}},
+	{"unhold", sim_op_unhold, 4, {64, 4096, 2}},
+	{"drain", sim_op_drain, 4, {6, 8}},
+	{"limits", sim_op_limits, 4, {6, 4096, 4096, 1000}},
+	{"revoke", sim_op_revoke, 8, {64, 4096}},
+	{"recall", sim_op_recall, 3, {64}},
+	{"shrink", sim_op_shrink, 10, {64, 64}},
+	{"unmap", sim_op_unmap, 14, {32}},
+	{"bye", sim_op_bye, 5, {32}},
+	{"close", sim_op_close, 3, {32, 2}},
+	{"die", sim_op_die, 8, {32, 4}},
+	{"proof", sim_op_proof, 8, {256}},
+	{"copy", sim_op_copy, 80, {SIM_COPIES, 8}},
+	{"mover", sim_op_mover, 6, {0}},
+	{"peek", sim_op_peek, 24, {64, 256, 8, 1024}},
+	{"kill", sim_op_kill, 8, {0}},
+	{"crash", sim_op_crash, 14, {96}},
+	{"start", sim_op_start, 60, {0}},
+	{"damage", sim_op_damage, 10, {64, 65535, 8, 4096}},
+	{"fault", sim_op_fault, 12, {6, 8}},
+	{"lie", sim_op_lie, 8, {32, 5, 8, 65535}},
+};
+
+const u32 sim_nr_ops = KV_ARRAY_SIZE(sim_ops);
