@@ -173,17 +173,22 @@ void kvd_frame_adopt_same(struct kvd_pool *pool, u32 pfn)
 
 void kvd_frame_adopt(struct kvd_pool *pool, u32 pfn, u32 state)
 {
+	struct kvd_undo *undo = pool->mm->undo;
 	struct kvd_frame *f = &pool->frames[pfn];
 
 	pool->nr[state]++;
 	if (!(BIT(state) & UNOWNED))
 		pool->mm->accounts[f->tenant]->nr[state]++;
-	if (!f->nr_events && state == KVD_ABSENT)
-		return; /* never covered by an extent: stays as it is */
+	if (!f->nr_events && state == KVD_ABSENT) {
+		/* Never covered by an extent: stays as it is. */
+		if (undo->pool_id == pool->id && undo->pfn == pfn)
+			undo->valid = 0;
+		return;
+	}
 	f->state = (u8)state;
 	f->check = kvd_frame_check_word(f);
 	in_order();
-	pool->mm->undo->valid = 0;
+	undo->valid = 0;
 	kvd_crash_point();
 }
 
