@@ -350,7 +350,7 @@ static bool line_read(struct sim_schedule *s, const char *line)
 
 u32 sim_read(struct sim_schedule *s, FILE *f)
 {
-	char line[128];
+	char line[512];
 	u32 nr = 0;
 
 	s->nr = 0;
