@@ -180,6 +180,10 @@ static void frame_check(const struct sim_conn *n, const struct sim_row *row)
 	pool = sim.core.mm.pools[n->pool_id - 1];
 	if (!pool || !kvd_session_attach(n->s, n->pool_id))
 		return;
+	/* An extent that was lost lives on where it is mapped; another one has its index. */
+	if (sim.lossy && sim_ext_of(pool, row->pfn) !=
+				 &sim.exts[n->map[row->pfn / sim.o.extent_pages] - 1])
+		return;
 	f = &pool->frames[row->pfn];
 	if (f->state == KVD_FREE || f->state == KVD_RESTORING ||
 	    (f->state == KVD_ABSENT && !sim.lossy))
