@@ -109,8 +109,11 @@ static void leases_sum(struct work *w)
 		struct kvd_attach *a = kvd_session_attach(s, w->pool->id);
 
 		for (u32 pfn = 0; a && pfn < w->pool->geo.nr_pages; pfn++) {
-			if (a->refs[pfn] && pfn != w->last &&
-			    foreign(&w->pool->frames[pfn], s)) {
+			const struct kvd_frame *f = &w->pool->frames[pfn];
+
+			/* A damaged record says nothing about leases. */
+			if (a->refs[pfn] && pfn != w->last && foreign(f, s) &&
+			    f->check == kvd_frame_check_word(f)) {
 				w->ad->damage++;
 				lease_drop(a, pfn);
 			}
