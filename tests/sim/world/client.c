@@ -256,7 +256,7 @@ static void leases_sync(struct sim_client *c)
 {
 	struct sim_conn *n = c->conn;
 	struct kvd_pool *pool = n->a->pool;
-	u32 known[SIM_HELD] = {0};
+	u32 known[SIM_HELD] = {0}, nr = c->nr; /* what is popped meanwhile comes behind */
 
 	sim_core_enter();
 	for (u32 pfn = 0; pfn < pool->geo.nr_pages; pfn++) {
@@ -286,7 +286,7 @@ static void leases_sync(struct sim_client *c)
 			surplus_free(n, pfn, tag, refs - (h ? h->refs : 0));
 	}
 	sim_core_leave();
-	for (u32 i = c->nr; i-- > 0;) {
+	for (u32 i = nr; i-- > 0;) {
 		struct sim_held *h = &c->held[i];
 
 		if (known[i] < h->refs && !h->revoked && !sim.lossy &&
