@@ -5,7 +5,8 @@
  * A magazine lies in the session page: KV_MAGAZINE_SLOTS words that kvmd fills and this
  * side takes by one compare-and-swap, which is also how kvmd recalls a page: whoever wins
  * the swap has it. A thread claims one magazine for one pool; threads beyond
- * KV_MAGAZINES, and requests for more than one page, go through the ring. At the low
+ * KV_MAGAZINES, and requests for more than one page, go through the ring. A busy thread
+ * stocks up to KV_MAGAZINE_SLOTS pages, one that allocates rarely REFILL_MIN. At the low
  * watermark a refill is sent without waiting for it; one that fails is harmless and is
  * tried again later.
  *
@@ -23,6 +24,10 @@
 #define MAG_UNUSABLE ~0ull
 #define MAG_CACHE    4
 #define DRAIN_MAX    (KV_MAGAZINES * KV_MAGAZINE_SLOTS)
+#define REFILL_MIN   2u
+#define BUSY_NS	     (20 * KV_NSEC_PER_MSEC)  /* used up so soon: ask for more */
+#define RARE_NS	     (500 * KV_NSEC_PER_MSEC) /* lasted so long: fewer will do */
+#define ANSWER_NS    (50 * KV_NSEC_PER_MSEC)  /* the last question has so long */
 #define WAIT_MIN_NS  (100 * KV_NSEC_PER_USEC)
 #define WAIT_MAX_NS  (2 * KV_NSEC_PER_MSEC)
 #define PARK_NS	     KV_NSEC_PER_SEC /* how long kvmd holds a request with WAIT back */
@@ -116,7 +121,8 @@ static bool mag_rededicate(struct kvc_pool *pool, struct kvc_link *link, u32 ind
 	/* not @owner: other threads look at it without the lock */
 	kv_store_relaxed32(&m->stocked, 0);
 	m->popped = 0;
-	m->refill_nr = 8;
+	m->refill_nr = KVC_REFILL_FIRST;
+	m->refilled_ns = 0;
 	m->cursor = 0;
 	kv_store_relaxed32(&m->pause, 0);
 	kv_store_relaxed32(&link->session->magazines[index].pool_id, pool->pool_id);
@@ -170,6 +176,18 @@ static int mag_find(struct kvc_pool *pool, struct kvc_link *link)
 	return index;
 }
 
+/* What is in stock is charged and nobody else's: as much as is used within RARE_NS. */
+static void refill_size(struct kvc_mag *m)
+{
+	u64 now_ns = kv_now_ns(), took_ns = now_ns - m->refilled_ns;
+
+	if (m->refilled_ns && took_ns < BUSY_NS)
+		m->refill_nr = KV_MIN(m->refill_nr * 2, KV_MAGAZINE_SLOTS);
+	else if (m->refilled_ns && took_ns > RARE_NS && !KV_MUTANT(refill_only_grows))
+		m->refill_nr = KV_MAX(m->refill_nr / 2, REFILL_MIN);
+	m->refilled_ns = now_ns;
+}
+
 static void mag_refill(struct kvc_pool *pool, u32 index, u32 left, u32 gfp)
 {
 	struct kvc_req req = {.opcode = KV_OP_ALLOC,
@@ -185,9 +203,8 @@ static void mag_refill(struct kvc_pool *pool, u32 index, u32 left, u32 gfp)
 	m = &c->link->mags[index];
 	if (c->link->dead || m->pool_serial != pool->serial)
 		goto unlock;
+	refill_size(m);
 	req.nr = KV_MIN(m->refill_nr, KV_MAGAZINE_SLOTS - left);
-	if (m->refill_nr < KV_MAGAZINE_SLOTS)
-		m->refill_nr *= 2;
 	kv_store_relaxed32(&m->refilling, 1);
 	if (kvc_ring_post(c->link, &req, KVC_REFILL))
 		kv_store_relaxed32(&m->refilling, 0);
@@ -249,7 +266,7 @@ void kvc_mags_resume(struct kvc_link *link, const struct kvc_link *old)
 		link->mags[i].refilling = 0;
 		link->mags[i].pause = 0;
 		if (link->mags[i].pool_serial == MAG_UNUSABLE)
-			link->mags[i] = (struct kvc_mag){.refill_nr = 8};
+			link->mags[i] = (struct kvc_mag){.refill_nr = KVC_REFILL_FIRST};
 	}
 }
 
@@ -372,7 +389,7 @@ static int alloc_slow(struct kvc_pool *pool, u32 nr, u32 gfp, struct kv_grant *r
 		r = alloc_call(pool, nr, in_time(gfp, deadline_ns), ret_pages,
 			       deadline_ns);
 	while (r == KV_PENDING && (gfp & KV_GFP_WAIT) &&
-	       kv_now_ns() + wait_ns < deadline_ns) {
+	       kv_now_ns() + wait_ns + ANSWER_NS < deadline_ns) {
 		kvc_sleep_ns(wait_ns);
 		wait_ns = KV_MIN(wait_ns * 2, WAIT_MAX_NS);
 		kvc_ret_send(pool, 1, deadline_ns);

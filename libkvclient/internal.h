@@ -149,13 +149,17 @@ void kvc_ring_forget_pool(struct kvc_ring *ring, const struct kvc_pool *pool);
 /* ------------------------------------------------------------------------------- open.c
  */
 
+/* Pages that a magazine asks for first. */
+#define KVC_REFILL_FIRST 8u
+
 /**
  * struct kvc_mag - the library's side of a magazine of the session page
  * @owner: thread that pops from it, 0 = nobody; claimed by compare-and-swap
  * @pool_serial: pool it is stocked for; 0 = none yet, ~0 = not to be used on this link
  * @stocked, @popped: counters; their difference is a guess of what is left (recalls make
  *	it too high); the first is written by whoever takes the refill's completion
- * @refill_nr: pages to ask for; doubles while they are used up
+ * @refill_nr: pages to ask for; doubles while they are used up soon, halves when they last
+ * @refilled_ns: when it was asked last; 0 = never
  * @cursor: where the next pop looks first
  * @refilling: a refill is on its way
  * @pause: allocations to pass before the next refill is tried, after one that failed
@@ -169,7 +173,8 @@ struct kvc_mag {
 	u32 cursor;
 	u32 refilling;
 	u32 pause;
-	u32 pad[4];
+	u64 refilled_ns;
+	u32 pad[2];
 };
 
 struct kvc_table {

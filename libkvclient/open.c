@@ -162,7 +162,7 @@ int kvc_link_open(struct kvc *c, u64 deadline_ns, struct kvc_link **ret_link)
 	if (r)
 		goto close_sock;
 	for (u32 i = 0; i < KV_MAGAZINES; i++)
-		link->mags[i].refill_nr = 8;
+		link->mags[i].refill_nr = KVC_REFILL_FIRST;
 	*ret_link = link;
 	return 0;
 close_sock:

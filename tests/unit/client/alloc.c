@@ -31,6 +31,46 @@ static struct kv_grant alloc_one(void)
 
 /* ------------------------------------------------------------------------ magazine */
 
+static u32 stock_asked;
+
+static bool note_refill(struct fake *f, const struct kv_sqe *sqe, struct kv_cqe *cqe)
+{
+	if (sqe->opcode == KV_OP_ALLOC && (sqe->flags & KV_SQE_MAGAZINE))
+		__atomic_store_n(&stock_asked, sqe->nr, __ATOMIC_RELEASE);
+	return fake_serve(f, sqe, cqe);
+}
+
+/* Pages are popped until the next refill is asked for: how large is it? */
+static u32 next_refill(void)
+{
+	__atomic_store_n(&stock_asked, 0, __ATOMIC_RELEASE);
+	for (u32 i = 0; i < 200 && !__atomic_load_n(&stock_asked, __ATOMIC_ACQUIRE);
+	     i++) {
+		alloc_one();
+		usleep(500);
+	}
+	return __atomic_load_n(&stock_asked, __ATOMIC_ACQUIRE);
+}
+
+/* Stock is charged and of use to nobody else: it follows what the thread uses. */
+KVT_TEST(a_thread_that_rarely_allocates_holds_few)
+{
+	u32 busy, rare = 0;
+
+	start(note_refill);
+	for (u32 i = 0; i < 100; i++)
+		alloc_one();
+	busy = next_refill();
+	for (u32 i = 0; i < 3; i++) {
+		usleep(600000);
+		rare = next_refill();
+	}
+	KVT_NOTE("a refill is %u pages when busy, %u when not", busy, rare);
+	KVT_EXPECT(busy >= 16);
+	KVT_EXPECT(rare && rare <= busy / 4);
+	stop();
+}
+
 KVT_TEST(most_single_pages_come_without_a_request)
 {
 	bool seen[FAKE_PAGES] = {false};
@@ -190,7 +230,8 @@ KVT_TEST(frees_go_in_batches)
 		KVT_EXPECT_EQ(kvc_free(pool, &pages[i], 1), 0);
 	KVT_EXPECT_EQ(fake.pages_freed, 0);
 	KVT_EXPECT_EQ(kvc_free(pool, &pages[63], 1), 0);
-	expect_within(fake.pages_freed == 64, 1000); /* sent by that call, not waited for */
+	expect_within(fake.pages_freed == 64,
+		      1000); /* sent by that call, not waited for */
 	KVT_EXPECT_EQ(kvc_free(pool, &pages[64], 136), 0);
 	KVT_EXPECT_EQ(fake.free_batches, 2);
 	KVT_EXPECT_EQ(fake.pages_freed, 200);
