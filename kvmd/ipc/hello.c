@@ -14,6 +14,7 @@
 #include <sys/eventfd.h>
 
 #include "base/assert.h"
+#include "base/mutant.h"
 #include "kvmd/backend/memfd.h"
 #include "kvmd/daemon.h"
 #include "kvmd/dbg/fault.h"
@@ -136,7 +137,8 @@ static int session_open(struct kvd_conn *conn, const struct kv_msg_hello *hello)
 	struct kvd_session_params params;
 	int r;
 
-	conn->client_id = kvd->next_client_id++;
+	conn->client_id = KV_MUTANT(client_id_is_pid) ? (u64)conn->cred.pid
+						      : kvd->next_client_id++;
 	if (kvd->kept.image) {
 		kvd->kept.image->next_client_id = kvd->next_client_id;
 		kvd_crash_point();

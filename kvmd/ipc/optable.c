@@ -5,6 +5,7 @@
 #include <errno.h>
 
 #include "base/assert.h"
+#include "base/mutant.h"
 #include "kvmd/ipc/ops.h"
 
 #define PAGE_TOKENS_BYTES (KV_PAGE_TOKENS * sizeof(u32))
@@ -125,6 +126,8 @@ static const struct kvd_op optable[KV_OP_NR] = {
 
 const struct kvd_op *kvd_op_row(u32 opcode)
 {
+	if (KV_MUTANT(any_opcode))
+		opcode %= KV_OP_NR;
 	return opcode < KV_OP_NR ? &optable[opcode] : NULL;
 }
 

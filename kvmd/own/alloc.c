@@ -210,7 +210,8 @@ static int lease_prepare(struct kvd_session *s, struct kvd_pool *pool, u32 nr, u
 		return 0;
 	r = room_slow(s, pool, nr, gfp, ret_pending);
 	if (r) {
-		kvd_charge_drop(t, pool, nr);
+		if (!KV_MUTANT(refusal_keeps_charge))
+			kvd_charge_drop(t, pool, nr);
 		t->full_refusals += r == KV_FULL;
 	}
 	return r;

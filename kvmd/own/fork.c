@@ -4,6 +4,7 @@
  */
 #include "kvmd/own/fork.h"
 #include <errno.h>
+#include "base/mutant.h"
 #include "kvmd/own/core.h"
 
 int kvd_fork(struct kvd_session *s, struct kvd_attach *a,
@@ -21,5 +22,10 @@ int kvd_fork(struct kvd_session *s, struct kvd_attach *a,
 		if (!kvd_lease_holds(s, a, sources[i].pfn, sources[i].tag))
 			return KV_STALE;
 	}
+	for (u32 i = 0; i < nr && KV_MUTANT(fork_is_reference); i++)
+		ret_grants[i] =
+			(struct kv_grant){.pfn = sources[i].pfn, .tag = sources[i].tag};
+	if (KV_MUTANT(fork_is_reference))
+		return 0;
 	return kvd_lease_alloc(s, a, nr, gfp, ret_grants, ret_pending);
 }

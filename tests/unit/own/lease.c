@@ -385,7 +385,8 @@ KVT_TEST(junk_in_a_magazine_is_ignored)
 	rig_fini(&r);
 }
 
-KVT_TEST(fork_gives_private_pages)
+/* cases O41 (Rapid-MLX 196): a copy is a page of its own; its source may go. */
+KVT_TEST(o41_fork_gives_private_pages)
 {
 	struct kvd_session *s, *s2;
 	struct kvd_attach *a, *b;
