@@ -256,7 +256,8 @@ check: deps
 
 # Scripts that print TAP are tests like any other.
 SCRIPT_TESTS := $(if $(filter 1,$(REQUIRE_GPU)),,tests/model/check.sh tools/check-layers \
-	tools/check-tour tools/check-safety tools/check-operations) tests/e2e/demo.py
+	tools/check-tour tools/check-safety tools/check-operations \
+	tools/check-man) tests/e2e/demo.py
 
 check-run: tests
 	$(Q)rm -rf $(O)/tap

@@ -364,7 +364,7 @@ static u64 next_deadline(struct kvd *kvd)
 			      KV_MIN(kvd->proof.next_ns, kvd->moving.next_ns));
 
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns ||
-	    kvd->tiering.more)
+	    kvd->tiering.more || kvd->nr_closing)
 		return 0;
 	if (!kvd_serve_sleep(kvd))
 		return 0;
@@ -384,7 +384,7 @@ static bool spin(struct kvd *kvd)
 	if (!kvd->spins || list_empty(&kvd->awake))
 		return false;
 	/* A request that goes on over several turns waits for nothing from outside. */
-	if (!list_empty(&kvd->requests.hashing))
+	if (!list_empty(&kvd->requests.hashing) || kvd->nr_closing)
 		return true;
 	while (kv_now_ns() - kvd->last_entry_ns < KVD_SPIN_NS) {
 		list_for_each_entry (conn, &kvd->awake, awake_node)
@@ -414,6 +414,8 @@ int kvd_turn(struct kvd *kvd)
 	kvd_serve_hashing(kvd);
 	kvd_proof_turn(kvd);
 	kvd_moving_turn(kvd);
+	if (kvd->nr_closing)
+		kvd_conn_closing_turn(kvd);
 	kvd->core_next_ns = kvd_core_run(&kvd->core);
 	kvd_tiering_turn(kvd);
 	if (kvd->requests.nr_parked)

@@ -113,6 +113,7 @@ struct kvd_options {
  * @again: stop, and start anew with nothing: the memory is lost
  * @draining_ns: since when extents have waited for sessions to unmap them; 0 = none does
  * @pages_freed: a parked ALLOC may succeed now
+ * @nr_closing: connections whose POOL_CLOSE goes on in the next turn
  * @msg_buf: KV_MSG_BYTES_MAX bytes for receiving
  * @audit_errors, @audit_sweeps, @audit_last: of the background sweep
  * @op_stats: by opcode
@@ -154,6 +155,7 @@ struct kvd {
 	bool spins;
 	u64 draining_ns;
 	bool pages_freed;
+	u32 nr_closing;
 	bool stop;
 	bool upgrade;
 	bool again;

@@ -54,6 +54,12 @@ int kvd_conn_tenant(const struct kvd_config *config, const struct ucred *cred,
 
 /* ------------------------------------------------------------------ the end */
 
+static void closing_over(struct kvd_conn *conn)
+{
+	conn->kvd->nr_closing -= conn->closing;
+	conn->closing = false;
+}
+
 /* Socket, ring and what waits: nothing of the peer is looked at any more. */
 static void conn_shut(struct kvd_conn *conn)
 {
@@ -64,6 +70,7 @@ static void conn_shut(struct kvd_conn *conn)
 	kvd_loop_flush(kvd->loop);
 	kvd_out_clear(&conn->out);
 	conn->added.nr = 0;
+	closing_over(conn);
 	free(conn->held);
 	conn->held = NULL;
 	list_del(&conn->awake_node);
@@ -272,10 +279,21 @@ void kvd_conn_unhold(struct kvd_conn *conn)
 	if (!msg)
 		return;
 	conn->held = NULL;
+	closing_over(conn);
 	kvd_loop_modify(conn->kvd->loop, &conn->watch, conn->watch.events | KVD_LOOP_IN);
 	if (kvd_pool_message(conn, msg, conn->held_bytes, &why))
 		kvd_conn_end(conn, -EPROTO, why);
 	free(msg);
+}
+
+void kvd_conn_closing_turn(struct kvd *kvd)
+{
+	struct kvd_conn *conn, *tmp;
+
+	list_for_each_entry_safe (conn, tmp, &kvd->conns, node) {
+		if (kvd->nr_closing && conn->closing)
+			kvd_conn_unhold(conn);
+	}
 }
 
 static void conn_ready(void *arg, u32 events)

@@ -56,6 +56,7 @@ enum kvd_conn_state {
  * @leases: LEASES being sent; @leases_pfn where it goes on
  * @opening: POOL_OPEN runs: its extents are sent after the reply
  * @proof: of the end of its GPU work
+ * @closing: @held is a POOL_CLOSE that goes on in the next turn
  * @held, @held_bytes: a POOL_OPEN that waits for the GPU to start; nothing is read
  * until then
  * @nr_requests: hashing or parked; @nr_parked: parked ones
@@ -98,6 +99,7 @@ struct kvd_conn {
 	u32 leases_pfn;
 	bool opening;
 	struct kvd_conn_proof proof;
+	bool closing;
 	struct kv_msg *held;
 	u32 held_bytes;
 	bool dead;
@@ -165,6 +167,9 @@ int kvd_conn_send(struct kvd_conn *conn, const struct kv_msg *msg, const int *fd
 
 /** kvd_conn_hold() - look at @msg again when the GPU has started. Return: 0; -ENOMEM */
 int kvd_conn_hold(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes);
+
+/** kvd_conn_closing_turn() - a slice more of each pool that is being closed */
+void kvd_conn_closing_turn(struct kvd *kvd);
 
 /** kvd_conn_unhold() - the GPU has started, or failed */
 void kvd_conn_unhold(struct kvd_conn *conn);

@@ -137,8 +137,8 @@ static int session_open(struct kvd_conn *conn, const struct kv_msg_hello *hello)
 	struct kvd_session_params params;
 	int r;
 
-	conn->client_id = KV_MUTANT(client_id_is_pid) ? (u64)conn->cred.pid
-						      : kvd->next_client_id++;
+	conn->client_id =
+		KV_MUTANT(client_id_is_pid) ? (u64)conn->cred.pid : kvd->next_client_id++;
 	if (kvd->kept.image) {
 		kvd->kept.image->next_client_id = kvd->next_client_id;
 		kvd_crash_point();
@@ -412,8 +412,16 @@ static int pool_close(struct kvd_conn *conn, const struct kv_msg_pool_close *msg
 	if (conn->leases == a->pool)
 		conn->leases = NULL;
 	kvd_serve_cancel(conn, msg->pool_id);
-	kvd_session_close_pool(conn->session, msg->pool_id);
 	kvd_out_forget(&conn->out, msg->pool_id);
+	if (kvd_session_close_pool(conn->session, msg->pool_id) != -EAGAIN)
+		return 0;
+	/* The rest in later turns; nothing else of this client is read before. */
+	if (kvd_conn_hold(conn, &msg->msg, sizeof(*msg))) {
+		*ret_why = "no memory to hold a POOL_CLOSE";
+		return -EPROTO;
+	}
+	conn->closing = true;
+	conn->kvd->nr_closing++;
 	return 0;
 }
 

@@ -106,7 +106,7 @@ struct kvd_batch_set {
 };
 
 /* Pages that one kvd_grace_advance() lets go; the rest follows in the next turn. */
-#define KVD_GRACE_SLICE 8192u
+#define KVD_GRACE_SLICE 1024u
 
 /* Epochs are saved this far ahead of their use. */
 #define KVD_GRACE_AHEAD (1ull << 32)

@@ -12,7 +12,7 @@
 #include "kvmd/own/core.h"
 #include "kvmd/own/turn.h"
 
-#define HARVEST_SLICES 4u
+#define HARVEST_SLICES 8u
 
 static u32 pages_of(const struct kvd_pool *pool, u64 bytes)
 {

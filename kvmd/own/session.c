@@ -13,9 +13,6 @@
 #include "kvmd/own/core.h"
 #include "kvmd/own/image.h"
 
-/* Pages of ended sessions that one turn drops. */
-#define DROP_SLICE 8192u
-
 /* Return: 0; -ENOSPC the image is full of sessions. */
 static int session_note(struct kvd_session *s, const struct kvd_session_params *p)
 {
@@ -352,7 +349,10 @@ int kvd_session_close_pool(struct kvd_session *s, u32 pool_id)
 		return -ENOENT;
 	kvd_lease_mags_recall(s, a->pool);
 	a->drop_word = 0;
-	kvd_lease_drop_some(s, a, KVD_EV_FREE, ~0u);
+	kvd_lease_drop_some(s, a, KVD_EV_FREE,
+			    KV_MUTANT(close_at_once) ? ~0u : KVD_DROP_SLICE);
+	if (a->nr_held)
+		return -EAGAIN;
 	attach_fini(s, a);
 	return 0;
 }
@@ -361,7 +361,7 @@ int kvd_session_close_pool(struct kvd_session *s, u32 pool_id)
 
 static void pins_drop(struct kvd_session *s)
 {
-	u32 budget = DROP_SLICE;
+	u32 budget = KVD_DROP_SLICE;
 
 	kvd_lease_mags_recall(s, NULL);
 	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
@@ -495,7 +495,7 @@ static bool holds_handles(const struct kvd_session *s)
 bool kvd_session_turn(struct kvd_core *core)
 {
 	struct kvd_session *s, *tmp;
-	u32 budget = DROP_SLICE;
+	u32 budget = KVD_DROP_SLICE;
 	bool more = false;
 
 	if (!core->nr_ended)

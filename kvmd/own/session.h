@@ -88,6 +88,9 @@ struct kvd_session {
 	bool stepped_back;
 };
 
+/* Pages that ended sessions and closed pools give back in one turn. */
+#define KVD_DROP_SLICE 1024u
+
 /**
  * struct kvd_session_params - a new session
  * @client_id: never used before under this table_epoch; not 0
@@ -170,8 +173,9 @@ int kvd_session_open_pool(struct kvd_session *s, const struct kv_layout *layout,
 /**
  * kvd_session_close_pool() - free everything the session holds in a pool
  *
+ * At most KVD_DROP_SLICE pages in one call, so that others are served in between.
  * Its extents count as unmapped: the caller has been told by POOL_CLOSE.
- * Return: 0; -ENOENT it is not open.
+ * Return: 0; -EAGAIN there is more: call again in the next turn; -ENOENT it is not open.
  */
 int kvd_session_close_pool(struct kvd_session *s, u32 pool_id);
 

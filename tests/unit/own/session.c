@@ -279,6 +279,36 @@ KVT_TEST(idle_extents_go_back)
 	rig_fini(&r);
 }
 
+/* A large pool is closed in slices: others are served in between. */
+KVT_TEST(large_pools_are_closed_in_slices)
+{
+	static struct kv_grant g[4096];
+	struct kvd_session *s, *s2;
+	struct kvd_attach *a, *b;
+	struct kvd_tenant *t;
+	u32 calls = 0, left = 4096;
+	int rc;
+
+	rig_init(&r, 2, 4096);
+	t = rig_tenant(&r, r.red, "t", 0, 0);
+	a = rig_client(&r, t, &s);
+	b = rig_client(&r, t, &s2);
+	KVT_EXPECT_EQ(rig_alloc(s, a, 4096, KV_GFP_NOWAIT, g), 0);
+	while ((rc = kvd_session_close_pool(s, a->pool->id)) == -EAGAIN) {
+		KVT_EXPECT_EQ(left - a->nr_held, KVD_DROP_SLICE);
+		left = a->nr_held;
+		calls++;
+		rig_free1(s2, b, rig_alloc1(s2, b));
+		rig_run(&r);
+		rig_audit(&r);
+	}
+	KVT_EXPECT_EQ(rc, 0);
+	KVT_EXPECT_EQ(calls, 4096 / KVD_DROP_SLICE - 1);
+	rig_run(&r);
+	KVT_EXPECT_EQ(kvd_pool_nr_used(b->pool), 0);
+	rig_fini(&r);
+}
+
 KVT_TEST(pool_close_frees_and_leaves_the_rest)
 {
 	struct kv_layout lora = rig_layout(1);
