@@ -469,4 +469,22 @@ KVT_TEST(quota_is_hard)
 	stop();
 }
 
+/* More pages than one turn gives back: what is asked of the pool next waits for them. */
+KVT_TEST(a_large_pool_is_closed_and_opened_again)
+{
+	enum { PAGES = 3000 };
+	static struct kv_grant g[PAGES];
+	const char *args[] = {"--host-bytes", "512MiB", NULL};
+
+	start(args);
+	for (u32 i = 0; i < 3; i++) {
+		KVT_EXPECT_EQ(kvc_alloc(pool, PAGES, KV_GFP_NOWAIT | KV_GFP_GROW, g), 0);
+		KVT_EXPECT_EQ(stat_now().nr_active, PAGES);
+		kvc_pool_close(pool);
+		pool = ipc_pool(c);
+		KVT_EXPECT_EQ(stat_now().nr_active, 0);
+	}
+	stop();
+}
+
 KVT_MAIN()
