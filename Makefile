@@ -98,7 +98,7 @@ BINS := $(if $(main-kvmd),$(O)/kvmd) $(if $(main-tools/kvmctl),$(O)/kvmctl) \
 LIBS := $(O)/libkvclient.a $(O)/libkvclient.so
 
 .PHONY: all kernels tests clean help check check-mutants check-long check-layers check-abi \
-	check-format check-tour check-cc check-san check-hostile check-fuzz check-fuzz-brief fuzz-targets coverage \
+	check-format check-tour soak check-cc check-san check-hostile check-fuzz check-fuzz-brief fuzz-targets coverage \
 	coverage-run demo deps install-deps bundle
 all: $(BINS) $(LIBS)
 
@@ -283,6 +283,14 @@ check-long: tests
 	$(Q)KV_BUILD=$(abspath $(O)) KVT_LONG=1 KVT_TIMEOUT_S=1800 $(O)/tests/ipc/restart_crash killed_at_any_store
 	$(Q)$(O)/tests/sim/sim --long 1000000
 	$(Q)tests/model/check.sh long
+	$(Q)KVT_LONG=1 $(O)/tests/unit/client/litmus
+	$(Q)$(O)/kvbench restarts --kills 1000
+	$(Q)$(O)/kvbench crashes --kills 10000
+
+# Engines, kvmd, keeper and mover are killed at random, bits flip.
+SECONDS ?= 1800
+soak: all
+	$(Q)$(O)/kvbench soak --seconds $(SECONDS)
 
 check-hostile: all $(O)/tests/hostile/matrix
 	$(Q)KV_BUILD=$(abspath $(O)) $(O)/tests/hostile/matrix --timing

@@ -128,19 +128,21 @@ char *chaos_admin(const struct chaos_kvmd *c, const char *request)
 	return ret;
 }
 
-static const cJSON *find_number(const cJSON *o, const char *name)
+/* The first item of that name, depth first. */
+static const cJSON *find(const cJSON *o, const char *name, size_t len)
 {
-	const cJSON *item, *found = NULL;
+	const cJSON *item, *found;
 
 	cJSON_ArrayForEach(item, o)
 	{
-		if (!found && cJSON_IsNumber(item) && item->string &&
-		    !strcmp(item->string, name))
-			found = item;
-		if (!found && item->child)
-			found = find_number(item, name);
+		if (item->string && strlen(item->string) == len &&
+		    !memcmp(item->string, name, len))
+			return item;
+		found = item->child ? find(item, name, len) : NULL;
+		if (found)
+			return found;
 	}
-	return found;
+	return NULL;
 }
 
 double chaos_admin_number(const struct chaos_kvmd *c, const char *request,
@@ -148,15 +150,21 @@ double chaos_admin_number(const struct chaos_kvmd *c, const char *request,
 {
 	char *text = chaos_admin(c, request);
 	cJSON *o = text ? cJSON_Parse(text) : NULL;
-	const cJSON *item = o ? find_number(o, name) : NULL;
-	double ret = item ? item->valuedouble : -1;
+	const char *dot = strchr(name, '.');
+	const cJSON *item = o;
+	double ret;
 
+	if (dot)
+		item = find(o, name, (size_t)(dot - name));
+	if (item)
+		item = find(item, dot ? dot + 1 : name, strlen(dot ? dot + 1 : name));
+	ret = item && cJSON_IsNumber(item) ? item->valuedouble : -1;
 	cJSON_Delete(o);
 	free(text);
 	return ret;
 }
 
-static bool file_has(const char *pid, const char *file, const char *text)
+static bool file_has(const char *pid, const char *file, const char *text, size_t len)
 {
 	char path[300], buf[400];
 	ssize_t n;
@@ -168,26 +176,24 @@ static bool file_has(const char *pid, const char *file, const char *text)
 		return false;
 	n = read(fd, buf, sizeof(buf) - 1);
 	close(fd);
-	return n > 0 && memmem(buf, (size_t)n, text, strlen(text));
+	return n > 0 && memmem(buf, (size_t)n, text, len);
 }
 
-/* The keeper's command line ends with our pid; a mover is kvmd's child. */
-pid_t chaos_helper(const struct chaos_kvmd *c, const char *name)
+/* The keeper's command line ends with our pid. */
+pid_t chaos_keeper(void)
 {
-	bool keeper = strstr(name, "keeper") != NULL;
-	char mine[32], parent[32];
 	DIR *dir = opendir("/proc");
 	struct dirent *d;
+	char mine[32];
 	pid_t pid = 0;
 
-	/* with the NULs around them, so that 12 is not found in 4123 */
-	snprintf(mine, sizeof(mine), "%d", getpid());
-	snprintf(parent, sizeof(parent), "PPid:\t%d\n", c->k.pid);
+	/* an argument of its own: 12 is not found in 4123 */
+	mine[0] = 0;
+	snprintf(mine + 1, sizeof(mine) - 1, "%d", getpid());
 	while (dir && !pid && (d = readdir(dir))) {
-		if (atoi(d->d_name) <= 0 || !file_has(d->d_name, "comm", name))
-			continue;
-		if (keeper ? file_has(d->d_name, "cmdline", mine)
-			   : file_has(d->d_name, "status", parent))
+		if (atoi(d->d_name) > 0 &&
+		    file_has(d->d_name, "comm", "kvmd-keeper", 11) &&
+		    file_has(d->d_name, "cmdline", mine, strlen(mine + 1) + 2))
 			pid = atoi(d->d_name);
 	}
 	if (dir)
@@ -210,7 +216,7 @@ u32 chaos_fds(pid_t pid)
 	return n > 2 ? n - 2 : 0;
 }
 
-u64 chaos_rss_kib(pid_t pid)
+u64 chaos_anon_kib(pid_t pid)
 {
 	char path[64], line[256];
 	unsigned long long kib = 0;
@@ -219,7 +225,7 @@ u64 chaos_rss_kib(pid_t pid)
 	snprintf(path, sizeof(path), "/proc/%d/status", pid);
 	f = fopen(path, "r");
 	while (f && fgets(line, sizeof(line), f))
-		if (sscanf(line, "VmRSS: %llu", &kib) == 1)
+		if (sscanf(line, "RssAnon: %llu", &kib) == 1)
 			break;
 	if (f)
 		fclose(f);

@@ -113,16 +113,19 @@ int chaos_stop(struct chaos_kvmd *c);
 /** chaos_admin() - one request. Return: the reply's text, malloc'ed; NULL */
 char *chaos_admin(const struct chaos_kvmd *c, const char *request);
 
-/** chaos_admin_number() - a number of a reply by its name, also in nested objects; -1 */
+/** chaos_admin_number() - a number of a reply by its name, also in nested objects, or by
+ * "object.name"; -1 */
 double chaos_admin_number(const struct chaos_kvmd *c, const char *request,
 			  const char *name);
 
-/** chaos_child_of() - a process of the private kvmd named @name ("kvmd-keeper",
- * "kvmd-mover"). Return: its pid; 0 */
-pid_t chaos_helper(const struct chaos_kvmd *c, const char *name);
+/** chaos_keeper() - the keeper of this process's kvmd. Return: its pid; 0 */
+pid_t chaos_keeper(void);
 
 u32 chaos_fds(pid_t pid);
-u64 chaos_rss_kib(pid_t pid);
+
+/** chaos_anon_kib() - memory of its own; what it maps of memfds is faulted in by and by, by the
+ * audit for one */
+u64 chaos_anon_kib(pid_t pid);
 
 /** chaos_counts() - @nr zeroed counters in shared memory; NULL */
 struct chaos_count *chaos_counts(u32 nr);
@@ -144,5 +147,6 @@ u64 chaos_random(u64 *state);
 
 int kvb_restarts(int argc, char **argv);
 int kvb_crashes(int argc, char **argv);
+int kvb_soak(int argc, char **argv);
 
 #endif

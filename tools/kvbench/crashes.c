@@ -22,14 +22,14 @@
 #define AT_ONCE	   2u
 #define KILLS_WARM 1000u
 #define REST_NS	   (10 * KV_NSEC_PER_SEC)
-#define RSS_SLACK  1024u /* KiB */
+#define ANON_SLACK 512u /* KiB */
 
 /** struct rest - what is there when nobody runs */
 struct rest {
 	struct kv_stat st;
 	double sessions;
-	u32 fds, keeper_fds;
-	u64 rss_kib;
+	u32 fds, keeper_fds, extents; /* an extent is a descriptor in both */
+	u64 anon_kib;
 };
 
 struct scene {
@@ -39,6 +39,7 @@ struct scene {
 	struct kvc_pool *pool;
 	u64 random, deaths[CHAOS_PHASES], wrong, bytes, children;
 	pid_t keeper;
+	u32 extent_pages;
 };
 
 static const char *const phase_names[CHAOS_PHASES] = {"hello",	"open", "alloc",  "step",
@@ -50,12 +51,13 @@ static int open_all(struct scene *s)
 				  .client_name = "kvbench-crashes"};
 	struct kv_layout layout = chaos_layout();
 	const float scales[2] = {1, 1};
+	struct kvc_pool_info info;
 	int r = chaos_start(&s->kvmd, "128MiB", NULL);
 
 	if (r)
 		return r;
 	s->counts = chaos_counts(AT_ONCE);
-	s->keeper = chaos_helper(&s->kvmd, "kvmd-keeper");
+	s->keeper = chaos_keeper();
 	if (!s->counts || !s->keeper)
 		return -ENOMEM;
 	opt.socket_path = s->kvmd.k.socket_path;
@@ -63,7 +65,11 @@ static int open_all(struct scene *s)
 	if (r)
 		return kvb_said("kvc_open", r);
 	r = kvc_pool_open(s->c, &layout, scales, NULL, &s->pool);
-	return r ? kvb_said("kvc_pool_open", r) : 0;
+	if (r)
+		return kvb_said("kvc_pool_open", r);
+	kvc_pool_get_info(s->pool, &info);
+	s->extent_pages = 1u << info.geometry.shift;
+	return 0;
 }
 
 /* All dead engines' pages are back, or it is too late. Return: 0; -ETIMEDOUT */
@@ -83,9 +89,10 @@ static int come_to_rest(struct scene *s, struct rest *ret)
 		if (!ret->st.nr_active && !ret->st.nr_sealed && !ret->st.nr_quarantine &&
 		    !ret->st.nr_magazine && ret->sessions == 1) {
 			usleep(20000);
+			ret->extents = ret->st.nr_pages / s->extent_pages;
 			ret->fds = chaos_fds(s->kvmd.k.pid);
 			ret->keeper_fds = chaos_fds(s->keeper);
-			ret->rss_kib = chaos_rss_kib(s->kvmd.k.pid);
+			ret->anon_kib = chaos_anon_kib(s->kvmd.k.pid);
 			return 0;
 		}
 	} while (kv_now_ns() < end_ns);
@@ -100,11 +107,11 @@ static int come_to_rest(struct scene *s, struct rest *ret)
 static void rest_text(u64 kills, const struct rest *r)
 {
 	printf("%6llu kills: pages %u, held %u, cached %u, charged %llu KiB, sessions "
-	       "%.0f, fds %u, keeper's %u, RSS %llu KiB\n",
+	       "%.0f, fds %u, keeper's %u (extents %u), own memory %llu KiB\n",
 	       (unsigned long long)kills, r->st.nr_pages,
 	       r->st.nr_active + r->st.nr_sealed + r->st.nr_magazine, r->st.nr_cached,
 	       (unsigned long long)r->st.tenant_used_bytes >> 10, r->sessions, r->fds,
-	       r->keeper_fds, (unsigned long long)r->rss_kib);
+	       r->keeper_fds, r->extents, (unsigned long long)r->anon_kib);
 }
 
 /* One engine, from its fork to its end. Even ones live for less than their HELLO takes. */
@@ -156,9 +163,9 @@ static u32 compare(const struct rest *a, const struct rest *b)
 	u64 a_own = a->st.tenant_used_bytes - a->st.nr_cached * 8192ull;
 	u64 b_own = b->st.tenant_used_bytes - b->st.nr_cached * 8192ull;
 
-	return (a_own != b_own) + (b->st.nr_pages > a->st.nr_pages) + (b->fds > a->fds) +
-	       (b->keeper_fds > a->keeper_fds) + (b->sessions != a->sessions) +
-	       (b->rss_kib > a->rss_kib + RSS_SLACK);
+	return (a_own != b_own) + (b->fds - b->extents > a->fds - a->extents) +
+	       (b->keeper_fds - b->extents > a->keeper_fds - a->extents) +
+	       (b->sessions != a->sessions) + (b->anon_kib > a->anon_kib + ANON_SLACK);
 }
 
 static void rest_json(cJSON *list, u64 kills, const struct rest *r)
@@ -171,7 +178,8 @@ static void rest_json(cJSON *list, u64 kills, const struct rest *r)
 	cJSON_AddNumberToObject(o, "charged_bytes", (double)r->st.tenant_used_bytes);
 	cJSON_AddNumberToObject(o, "fds", r->fds);
 	cJSON_AddNumberToObject(o, "keeper_fds", r->keeper_fds);
-	cJSON_AddNumberToObject(o, "rss_kib", (double)r->rss_kib);
+	cJSON_AddNumberToObject(o, "extents", r->extents);
+	cJSON_AddNumberToObject(o, "anon_kib", (double)r->anon_kib);
 	cJSON_AddItemToArray(list, o);
 }
 

@@ -60,6 +60,7 @@ static const struct {
 	{"rank", kvb_rank, "the decode step of one tensor-parallel rank, taken apart"},
 	{"restarts", kvb_restarts, "kvmd killed -9 under load: restart to serving"},
 	{"crashes", kvb_crashes, "engines killed -9 at random points: what leaks?"},
+	{"soak", kvb_soak, "everybody killed at random, bits flipped: is all noticed?"},
 	{"kernels", run_kernels,
 	 "GPU kernels beside floors and peers (attn, moe, pages, step, all)"},
 };
