@@ -20,6 +20,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/mutant.h"
 #include "base/clock.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
@@ -228,7 +229,7 @@ static int core_take(struct kvd *kvd, const struct kvd_config *config, char *err
 	if (!r)
 		r = core_start(kvd, config, error);
 	if (r) {
-		kvd_kept_stop(kvd, !kvd->kept.found);
+		kvd_kept_stop(kvd, !kvd->kept.there || KV_MUTANT(quit_keeper));
 		kvd_memory_close(kvd);
 	}
 	return r;
@@ -487,10 +488,11 @@ static int restart_needed(const struct kvd *kvd, const struct kvd_config *config
 		return -EINVAL;
 	}
 	if (strcmp(config->tiers.nvme_path, kvd->config.tiers.nvme_path)) {
-		snprintf(error, KVD_CONFIG_ERROR_BYTES,
-			 "tiers.nvme.path: \"%.80s\": in force is \"%.80s\", and changing "
-			 "it takes a restart",
-			 config->tiers.nvme_path, kvd->config.tiers.nvme_path);
+		snprintf(
+			error, KVD_CONFIG_ERROR_BYTES,
+			"tiers.nvme.path: \"%.80s\": in force is \"%.80s\", and changing "
+			"it takes a restart",
+			config->tiers.nvme_path, kvd->config.tiers.nvme_path);
 		return -EINVAL;
 	}
 	return 0;

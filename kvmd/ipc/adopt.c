@@ -33,7 +33,7 @@ static struct kvd_kept_fd *find(struct kvd_kept *kept, u32 kind, u32 pool, u64 s
 	return NULL;
 }
 
-/* Map a region of the keeper's. Return: 0; -ENOENT */
+/* Map a region of the keeper's. Return: 0; -ENOENT; -ENOMEM */
 static int region_map(struct kvd_kept *kept, u32 keep_kind, enum kvd_region_kind kind,
 		      u32 pool, u64 session, struct kvd_region *ret)
 {
@@ -49,7 +49,7 @@ static int region_map(struct kvd_kept *kept, u32 keep_kind, enum kvd_region_kind
 		flags |= MAP_POPULATE;
 	addr = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, flags, k->fd, 0);
 	if (addr == MAP_FAILED)
-		return -ENOENT;
+		return -ENOMEM;
 	madvise(addr, (size_t)bytes, MADV_DONTFORK);
 	madvise(addr, (size_t)bytes, MADV_DONTDUMP);
 	*ret = (struct kvd_region){.kind = kind,
@@ -105,9 +105,15 @@ static int adopt_pool(struct kvd *kvd, u32 id)
 					  .arg = kvd};
 	int r;
 
-	if (region_map(kept, KVD_KEEP_FRAMES, KVD_REGION_FRAMES, id, 0, &p.frames))
+	r = region_map(kept, KVD_KEEP_FRAMES, KVD_REGION_FRAMES, id, 0, &p.frames);
+	if (!r)
+		r = region_map(kept, KVD_KEEP_TOKENS, KVD_REGION_TOKENS, id, 0,
+			       &p.tokens);
+	if (r == -ENOMEM) /* the next kvmd may have it */
+		return r;
+	if (r && !p.frames.addr)
 		return 0;
-	if (region_map(kept, KVD_KEEP_TOKENS, KVD_REGION_TOKENS, id, 0, &p.tokens)) {
+	if (r) {
 		/* Being made or destroyed when the daemon died: it has no page. */
 		region_drop(kept, &p.frames, KVD_KEEP_FRAMES);
 		return 0;

@@ -12,6 +12,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/mutant.h"
 #include "kvmd/backend/memfd.h"
 #include "kvmd/daemon.h"
 #include "kvmd/dbg/log.h"
@@ -27,7 +28,8 @@ static void take(void *arg, const struct kvd_keep_key *key, int fd)
 		struct kvd_kept_fd *fds = realloc(kept->fds, room * sizeof(*fds));
 
 		if (!fds) {
-			close(fd); /* stays in the keeper; not adopted */
+			close(fd); /* stays in the keeper, for the next try */
+			kept->untaken = true;
 			return;
 		}
 		kept->fds = fds;
@@ -148,8 +150,8 @@ static void watch_keeper(struct kvd *kvd)
 {
 	struct kvd_kept *kept = &kvd->kept;
 
-	if (kept->keep.fd < 0)
-		return;
+	if (kept->keep.fd < 0 || kept->watch.id)
+		return; /* watched already, by refill() */
 	kept->watch.fd = kept->keep.fd;
 	kept->watch.events = KVD_LOOP_IN;
 	kept->watch.ready = keeper_ready;
@@ -250,7 +252,8 @@ static int image_new(struct kvd *kvd)
 	return kvd_keep_put(&kept->keep, &key, kept->image_fd);
 }
 
-static bool image_take(struct kvd_kept *kept)
+/* Return: 1 there is one; 0 none that is whole; -errno it cannot be looked at */
+static int image_take(struct kvd_kept *kept)
 {
 	for (u32 i = 0; i < kept->nr; i++) {
 		off_t bytes = lseek(kept->fds[i].fd, 0, SEEK_END);
@@ -262,7 +265,7 @@ static bool image_take(struct kvd_kept *kept)
 		addr = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
 			    kept->fds[i].fd, 0);
 		if (addr == MAP_FAILED)
-			continue;
+			return -errno;
 		if (!kvd_image_whole(addr, (u64)bytes)) {
 			munmap(addr, (size_t)bytes);
 			kept->adopted.damage++;
@@ -271,27 +274,29 @@ static bool image_take(struct kvd_kept *kept)
 		kept->image = addr;
 		kept->image_fd = kept->fds[i].fd;
 		kept->fds[i].fd = -1;
-		return true;
+		return 1;
 	}
-	return false;
+	return 0;
 }
 
 int kvd_kept_start(struct kvd *kvd, char *error)
 {
 	struct kvd_kept *kept = &kvd->kept;
-	bool found;
 	int r;
 
 	if (!kvd->opt.keeper)
 		return 0;
 	r = kvd_keep_open(&kept->keep, kvd->opt.state_dir, kvd->opt.keeper_die_with,
-			  &found);
-	if (!r && found)
+			  &kept->there);
+	if (!r && kept->there)
 		r = kvd_keep_list(&kept->keep, take, kept);
-	if (r >= 0) {
-		kept->found = image_take(kept);
-		r = kept->found ? 0 : image_new(kvd);
-	}
+	if (r >= 0 && kept->untaken && !KV_MUTANT(part_of_kept))
+		r = -ENOMEM; /* a part of it would be the end of the rest */
+	if (r >= 0)
+		r = image_take(kept);
+	kept->found = r > 0;
+	if (r >= 0)
+		r = r ? 0 : image_new(kvd);
 	if (r) {
 		snprintf(error, KVD_CONFIG_ERROR_BYTES, "keeper %s: %s", kept->keep.path,
 			 strerror(-r));

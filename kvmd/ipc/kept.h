@@ -26,8 +26,9 @@ struct kvd_kept_fd {
  * @keep: connection; @watch tells of its end
  * @image, @image_fd: mapped; NULL without a keeper
  * @ops: for the core
- * @found: a keeper with an image was there
- * @fds: [nr], from the keeper, while adopting
+ * @there: the keeper is an earlier kvmd's: it is not ended because we cannot start
+ * @found: it had an image
+ * @fds: [nr], from the keeper, while adopting; @untaken: some found no room
  * @adopted: what was taken over; @adopt_ns how long it took
  * @restarts: keepers that had to be replaced
  */
@@ -37,10 +38,12 @@ struct kvd_kept {
 	struct kvd_image *image;
 	int image_fd;
 	struct kvd_keep_ops ops;
+	bool there;
 	bool found;
 	bool refilling;
 	struct kvd_kept_fd *fds;
 	u32 nr, room;
+	bool untaken;
 	struct kvd_adopted adopted;
 	u64 adopt_ns;
 	u32 restarts;

@@ -144,16 +144,16 @@ static void leases_count(struct kvd_attach *a)
 	}
 }
 
-/* Return: true: what a session held here is lost. */
-static bool session_attach(struct kvd_session *s, struct kvd_pool *pool,
-			   const struct kvd_adopt_pool_params *p, struct kvd_adopted *ad)
+/* Return: 1: what a session held here is lost; 0; -ENOMEM */
+static int session_attach(struct kvd_session *s, struct kvd_pool *pool,
+			  const struct kvd_adopt_pool_params *p, struct kvd_adopted *ad)
 {
 	const struct kvd_env *env = pool->mm->env;
 	struct kvd_region region;
 	int r;
 
 	if (!s->image)
-		return true; /* it may have held something */
+		return 1; /* it may have held something */
 	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
 		u32 word = s->image->pools[i];
 		struct kvd_attach *a = &s->attach[i];
@@ -161,11 +161,13 @@ static bool session_attach(struct kvd_session *s, struct kvd_pool *pool,
 		if (word && !kvd_image_pool_id(word)) {
 			ad->damage++;
 			s->image->pools[i] = 0;
-			return true;
+			return 1;
 		}
 		if (kvd_image_pool_id(word) != pool->id)
 			continue;
 		r = p->leases(p->arg, pool->id, s->id, &region);
+		if (r == -ENOMEM)
+			return r;
 		if (!r && kvd_attach_layout(a, pool, &region)) {
 			env->region_free(env->arg, &region);
 			r = -EBADMSG;
@@ -173,15 +175,15 @@ static bool session_attach(struct kvd_session *s, struct kvd_pool *pool,
 		if (r) {
 			ad->damage++;
 			s->image->pools[i] = 0;
-			return true;
+			return 1;
 		}
 		a->pool = pool;
 		kvd_batch_set_init(&a->seals, pool, &s->reader, KVD_BATCH_SEAL);
 		pool->nr_sessions++;
 		leases_count(a);
-		return false;
+		return 0;
 	}
-	return false;
+	return 0;
 }
 
 static void extents_adopt(struct kvd_pool *pool, const struct kvd_adopt_pool_params *p,
@@ -233,8 +235,12 @@ int kvd_adopt_pool(struct kvd_core *core, const struct kvd_adopt_pool_params *p,
 	}
 	kvd_prefix_pool_init(pool, domain->secret);
 	extents_adopt(pool, p, ad);
-	list_for_each_entry (s, &core->sessions, node)
-		lossy |= session_attach(s, pool, p, ad);
+	list_for_each_entry (s, &core->sessions, node) {
+		r = session_attach(s, pool, p, ad);
+		if (r < 0)
+			return r;
+		lossy |= r;
+	}
 	ad->pools++;
 	r = kvd_adopt_frames(core, pool, lossy, ad);
 	if (r)

@@ -70,7 +70,8 @@ void kvd_adopt_epochs(struct kvd_core *core);
  * struct kvd_adopt_pool_params - a pool's regions, and where the rest is found
  * @id: pool id
  * @frames, @tokens: mapped
- * @leases: fill in the mapped region of @session_id in this pool. Return: 0; -ENOENT
+ * @leases: fill in the mapped region of @session_id in this pool. Return: 0; -ENOENT;
+ *	-ENOMEM
  * @extent: fd of an extent, or -1; the core's if the extent is taken over
  * @arg: first argument of both
  */
