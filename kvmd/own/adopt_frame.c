@@ -87,11 +87,12 @@ static bool sensible(const struct work *w, const struct kvd_frame *f)
 	return ((SEALED_STATES >> f->state) & 1) == (u32)kv_tag_sealed(f->tag);
 }
 
-/* A page with a writer is its writer's alone. */
+/* A page with a writer is its writer's alone. A damaged record says nothing about it. */
 static bool foreign(const struct kvd_frame *f, const struct kvd_session *s)
 {
 	return (f->state == KVD_ACTIVE || f->state == KVD_MAGAZINE) &&
-	       f->owner != s->id && !KV_MUTANT(any_holder);
+	       f->owner != s->id && f->check == kvd_frame_check_word(f) &&
+	       !KV_MUTANT(any_holder);
 }
 
 static void lease_drop(struct kvd_attach *a, u32 pfn)

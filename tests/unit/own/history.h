@@ -442,8 +442,8 @@ static void adopt_pool(struct kvd_core *core, struct kvd_region *r, u32 id,
 }
 
 /* The order of own/adopt.h, as ipc/adopt.c has it. */
-static void adopt(struct kvd_core *core, struct kvd_region *r, struct kvd_session **s,
-		  struct kvd_adopted *ad)
+__attribute__((unused)) static void adopt(struct kvd_core *core, struct kvd_region *r,
+					  struct kvd_session **s, struct kvd_adopted *ad)
 {
 	u32 first = core->image->undo.pool_id;
 
@@ -479,7 +479,7 @@ static void adopt(struct kvd_core *core, struct kvd_region *r, struct kvd_sessio
 	kvd_adopt_done(core);
 }
 
-static int audit(struct kvd_core *core)
+__attribute__((unused)) static int audit(struct kvd_core *core)
 {
 	struct kvd_finding list[4];
 	struct kvd_findings fs = {.list = list, .max = KV_ARRAY_SIZE(list)};
@@ -492,7 +492,7 @@ static int audit(struct kvd_core *core)
 }
 
 /* No page that waited for a step is free: whoever runs it may still write there. */
-static void expect_waiting(const struct kvd_core *core)
+__attribute__((unused)) static void expect_waiting(const struct kvd_core *core)
 {
 	for (u32 i = 0; i < kept.nr_regions; i++) {
 		const struct kvd_region *r = &kept.regions[i].r;
@@ -509,7 +509,7 @@ static void expect_waiting(const struct kvd_core *core)
 }
 
 /* A few requests, as if nothing had happened; then everybody goes. */
-static void serve(struct kvd_core *core)
+__attribute__((unused)) static void serve(struct kvd_core *core)
 {
 	struct kvd_session *s;
 	u64 now = 10;
