@@ -124,6 +124,9 @@ static int refill(struct kvd *kvd)
 	r = kvd_keep_restart(&kept->keep);
 	if (!r)
 		r = put_all(kvd);
+	if (r &&
+	    !KV_MUTANT(part_of_refill)) /* a part of it is of no use: kvd_kept_tick() */
+		kvd_keep_close(&kept->keep, true);
 	if (r)
 		kvd_err("ipc/kept", "the keeper is gone and cannot be replaced: %s",
 			strerror(-r));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kvmd starts with its keeper while one call after another fails: a system call or an
+ * kvmd starts with its keeper, or gets a new one, while one call after another fails: a system call or an
  * allocation, the first, the second, ... Each time it starts, or says why not; and the next
  * start, with nothing in the way, has every session, page and lease.
  *
@@ -355,6 +355,60 @@ KVT_TEST_T(each_call_of_an_adopting_start_fails, 120)
 	}
 	KVT_NOTE("%u calls, %u starts refused", nth - 2, refused);
 	KVT_EXPECT(refused > 10);
+	close(client);
+	end();
+}
+
+/* The keeper goes while kvmd serves, and a call of giving all to a new one fails: once a
+ * second it is tried again. Return: as try_nth() */
+static int refill_nth(u32 nth)
+{
+	char error[KVD_CONFIG_ERROR_BYTES] = "";
+	pid_t pid;
+	int status;
+
+	fflush(stdout);
+	pid = fork();
+	if (!pid) {
+		if (start(error))
+			_exit(4);
+		shutdown(kvd.kept.keep.fd, SHUT_RDWR);
+		calls = 0;
+		fail_nth = nth;
+		for (u32 i = 0; i < 4; i++) {
+			kvd.core_next_ns = 0; /* do not sleep */
+			kvd_turn(&kvd);
+		}
+		fail_nth = 0;
+		for (u32 i = 0; i < 2; i++)
+			kvd_kept_tick(&kvd);
+		kvd.core_next_ns = 0;
+		kvd_turn(&kvd);
+		_exit(kvd.kept.keep.fd < 0 || !kvd.kept.restarts ? 5
+		      : calls < nth				 ? 2
+								 : 0);
+	}
+	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	if (!WIFEXITED(status))
+		KVT_FAIL("call %u failed: killed by signal %d", nth, WTERMSIG(status));
+	return WEXITSTATUS(status);
+}
+
+KVT_TEST_T(each_call_of_replacing_the_keeper_fails, 120)
+{
+	u32 nth = 1;
+	int r;
+
+	dir_make();
+	history();
+	while ((r = refill_nth(nth++)) != 2) {
+		if (r)
+			KVT_FAIL("call %u failed: status %d", nth - 1, r);
+		if (pages_now() != 4)
+			KVT_FAIL("call %u failed, and pages are gone", nth - 1);
+	}
+	KVT_NOTE("%u calls", nth - 2);
+	KVT_EXPECT(nth > 10);
 	close(client);
 	end();
 }
