@@ -203,6 +203,7 @@ static void extents_adopt(struct kvd_pool *pool, const struct kvd_adopt_pool_par
 		if (!kvd_extent_adopt(pool, i, fd)) {
 			p->extent_taken(p->arg, pool->id, i, serial);
 			domain->extent_bytes += pool->geo.extent_bytes;
+			kvd_core_of(pool->mm)->unmet_valid = false;
 		} else if (!whole || kvd_extent_word_state(word) != KVD_EXTENT_NONE) {
 			ad->damage++;
 		}

@@ -38,7 +38,7 @@ static u64 spare_cached(const struct kvd_core *core, const struct kvd_tenant *t)
  * extent that lies in another pool of the domain counts although its free pages have
  * another size: min is about bytes.
  */
-static bool promises_kept(const struct kvd_core *core, const struct kvd_tenant *tenant,
+static bool promises_kept(struct kvd_core *core, const struct kvd_tenant *tenant,
 			  u64 bytes)
 {
 	const struct kvd_domain *domain = tenant->domain;
@@ -52,15 +52,16 @@ static bool promises_kept(const struct kvd_core *core, const struct kvd_tenant *
 		if (t != tenant)
 			unmet +=
 				t->account.min_bytes - KV_MIN(used, t->account.min_bytes);
-		room += (s64)spare_cached(core, t) - (s64)used;
+		room -= (s64)used;
 	}
 	if (!unmet)
 		return true;
-	room += (s64)domain->extent_bytes;
-	for (u32 i = 0; i < KVD_DOMAINS_MAX; i++) {
-		if (core->domains[i] && core->domains[i] != domain)
-			room -= (s64)kvd_domain_unmet_min(core, core->domains[i]);
-	}
+	room += (s64)domain->extent_bytes - (s64)kvd_domain_unmet_others(core, domain);
+	if (room >= (s64)(bytes + unmet) && !KV_MUTANT(charge_walks_pools))
+		return true;
+	/* Every pool's lists are looked at only when it matters. */
+	list_for_each_entry (t, &domain->tenants, node)
+		room += (s64)spare_cached(core, t);
 	return room >= (s64)(bytes + unmet);
 }
 

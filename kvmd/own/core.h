@@ -109,6 +109,7 @@ struct kvd_core_config {
  * @sweep_pool: where kvd_audit_slice() goes on
  * @nr_turns: turns given (own/turn.h)
  * @nr_left_pages: held, not in stock, by sessions when they ended
+ * @unmet_bytes, @unmet_valid: sum of the domains' unmet_bytes, if it is right
  * @second_ns: when the once-a-second work was done last
  */
 struct kvd_core {
@@ -123,6 +124,8 @@ struct kvd_core {
 	u32 nr_ended;
 	struct kvd_incidents incidents;
 	u64 min_bytes_total;
+	u64 unmet_bytes;
+	bool unmet_valid;
 	u64 nr_turns;
 	u64 nr_left_pages;
 	u64 second_ns;

@@ -45,6 +45,7 @@ int kvd_domain_create_at(struct kvd_core *core, u32 id, const char *name,
 	kvd_reader_group_init(&d->group, core->mm.grace.epoch);
 	list_init(&d->tenants);
 	core->domains[id] = d;
+	core->unmet_valid = false;
 	kvd_image_domain_set(core->image, id, d->name);
 	*ret_domain = d;
 	return 0;
@@ -87,6 +88,7 @@ int kvd_domain_destroy(struct kvd_core *core, struct kvd_domain *domain)
 	kv_assert(domain->extent_bytes == 0);
 	core->domains[domain->id] = NULL;
 	kvd_image_domain_set(core->image, domain->id, NULL);
+	core->unmet_valid = false;
 	memset(domain->secret, 0, sizeof(domain->secret));
 	free(domain);
 	return 0;
@@ -113,6 +115,7 @@ void kvd_domain_pools_trim(struct kvd_core *core)
 		if (core->mm.pools[i] && pool_unused(core->mm.pools[i]))
 			kvd_pool_destroy(core->mm.pools[i]);
 	}
+	core->unmet_valid = false;
 }
 
 static void pool_evict(struct kvd_pool *pool, bool dry_run, struct kvd_evicted *ret)
@@ -176,6 +179,23 @@ u64 kvd_domain_unmet_min(const struct kvd_core *core, const struct kvd_domain *d
 	return min_bytes - KV_MIN(min_bytes, domain->extent_bytes);
 }
 
+u64 kvd_domain_unmet_others(struct kvd_core *core, const struct kvd_domain *domain)
+{
+	if (!core->unmet_valid) {
+		core->unmet_bytes = 0;
+		for (u32 i = 0; i < KVD_DOMAINS_MAX; i++) {
+			struct kvd_domain *d = core->domains[i];
+
+			if (!d)
+				continue;
+			d->unmet_bytes = kvd_domain_unmet_min(core, d);
+			core->unmet_bytes += d->unmet_bytes;
+		}
+		core->unmet_valid = true;
+	}
+	return core->unmet_bytes - domain->unmet_bytes;
+}
+
 bool kvd_domain_may_grow(struct kvd_pool *pool)
 {
 	struct kvd_core *core = kvd_core_of(pool->mm);
@@ -185,10 +205,7 @@ bool kvd_domain_may_grow(struct kvd_pool *pool)
 	need = KV_MIN(need, core->mm.limits.capacity_bytes);
 	if (!core->min_bytes_total)
 		return true;
-	for (u32 i = 0; i < KVD_DOMAINS_MAX; i++) {
-		if (core->domains[i] && core->domains[i] != pool->owner)
-			need += kvd_domain_unmet_min(core, core->domains[i]);
-	}
+	need += kvd_domain_unmet_others(core, pool->owner);
 	return need <= core->mm.limits.capacity_bytes;
 }
 

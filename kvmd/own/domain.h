@@ -24,6 +24,7 @@ struct kvd_core;
  * @nr_tenants: how many
  * @tenant_slots: bit per used kvd_tenant.slot
  * @extent_bytes: charged: whole extents, DRAINING ones included
+ * @unmet_bytes: kvd_domain_unmet_min() when core->unmet_valid
  * @turn: own/turn.h: the session that goes first, or NULL
  * @served_ns: when one of its sessions was given memory last
  * @steps_back: refused sessions that gave back, since one gave back unrefused
@@ -38,6 +39,7 @@ struct kvd_domain {
 	u32 nr_tenants;
 	u32 tenant_slots;
 	u64 extent_bytes;
+	u64 unmet_bytes;
 	struct kvd_session *turn;
 	u64 served_ns;
 	u32 steps_back;
@@ -93,6 +95,10 @@ void kvd_domain_evict(struct kvd_core *core, struct kvd_domain *domain, bool dry
  * tenant of
  * @domain can reach its min */
 u64 kvd_domain_unmet_min(const struct kvd_core *core, const struct kvd_domain *domain);
+
+/** kvd_domain_unmet_others() - the sum of it over all domains but @domain; kept until an
+ * extent, a limit, a pool or a domain comes or goes (core->unmet_valid) */
+u64 kvd_domain_unmet_others(struct kvd_core *core, const struct kvd_domain *domain);
 
 /** kvd_domain_may_grow() - kvd_mm_ops.may_grow: min of other domains stays obtainable */
 bool kvd_domain_may_grow(struct kvd_pool *pool);

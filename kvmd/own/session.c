@@ -118,6 +118,7 @@ void kvd_session_extent_live(struct kvd_pool *pool, u32 index)
 	struct kvd_session *s;
 
 	domain->extent_bytes += pool->geo.extent_bytes;
+	core->unmet_valid = false;
 	list_for_each_entry (s, &core->sessions, node) {
 		struct kvd_attach *a = kvd_session_attach(s, pool->id);
 
@@ -147,6 +148,7 @@ void kvd_session_extent_gone(struct kvd_pool *pool, u32 index)
 
 	kv_assert(domain->extent_bytes >= pool->geo.extent_bytes);
 	domain->extent_bytes -= pool->geo.extent_bytes;
+	kvd_core_of(pool->mm)->unmet_valid = false;
 }
 
 int kvd_session_unmapped(struct kvd_session *s, u32 pool_id,
@@ -295,6 +297,7 @@ static int pool_get(struct kvd_session *s, const struct kv_layout *layout,
 	if (kvd_domain_pool_room(core, domain) == 0 && !KV_MUTANT(all_pools_for_one))
 		return -ENOSPC;
 	r = kvd_pool_create(&core->mm, &p, ret_pool);
+	core->unmet_valid = false;
 	if (!r)
 		kvd_prefix_pool_init(*ret_pool, domain->secret);
 	return r;

@@ -40,6 +40,7 @@ int kvd_limits_check(const struct kvd_core *core, const struct kvd_tenant *tenan
 static void limits_apply(struct kvd_core *core, struct kvd_tenant *t,
 			 const struct kvd_limits *l)
 {
+	core->unmet_valid = false;
 	core->min_bytes_total += l->min_bytes - t->account.min_bytes;
 	t->account.min_bytes = l->min_bytes;
 	t->account.high_bytes = l->high_bytes;
@@ -137,6 +138,7 @@ int kvd_tenant_destroy(struct kvd_core *core, struct kvd_tenant *tenant)
 	kv_assert(core->tenants[tenant->index] == tenant);
 	if (tenant->nr_sessions || tenant->account.used_bytes)
 		return -EBUSY;
+	core->unmet_valid = false;
 	core->min_bytes_total -= tenant->account.min_bytes;
 	core->tenants[tenant->index] = NULL;
 	core->mm.accounts[tenant->index] = NULL;

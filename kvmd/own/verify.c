@@ -143,6 +143,16 @@ static void verify_charges(struct kvd_core *core, struct kvd_findings *fs)
 				(unsigned long long)(t ? t->account.used_bytes : 0),
 				(unsigned long long)used[i]);
 	}
+	for (u32 i = 0; i < KVD_DOMAINS_MAX && core->unmet_valid; i++) {
+		const struct kvd_domain *d = core->domains[i];
+
+		if (d && d->unmet_bytes != kvd_domain_unmet_min(core, d))
+			kvd_finding_add(
+				fs, 7, 0, KVD_PFN_NONE,
+				"domain %.40s: unmet %llu, is %llu", d->name,
+				(unsigned long long)d->unmet_bytes,
+				(unsigned long long)kvd_domain_unmet_min(core, d));
+	}
 	if (extents != core->mm.extent_bytes_used ||
 	    extents > core->mm.limits.capacity_bytes)
 		kvd_finding_add(fs, 7, 0, KVD_PFN_NONE,

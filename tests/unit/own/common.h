@@ -10,7 +10,7 @@
 #include "tests/kvt.h"
 
 #define RIG_STRIDE   73728ull /* mla_bf16, one layer */
-#define RIG_SESSIONS 64u
+#define RIG_SESSIONS 256u
 
 /**
  * struct rig - a core and its surroundings
