@@ -30,10 +30,10 @@
 #include "kvmd/ipc/inside.h"
 #include "kvmd/ipc/policy.h"
 
-#define CHOKED_NS	10000000ull
-#define SPIN_CPUS	4
-#define AUDIT_PAGES_MIN 256u
-#define AUDIT_SWEEP_S	60u
+#define CHOKED_NS     10000000ull
+#define SPIN_CPUS     4
+#define AUDIT_SLICE   256u
+#define AUDIT_SWEEP_S 60u
 
 /* ------------------------------------------------------------------ signals */
 
@@ -317,19 +317,29 @@ free_config:
 
 /* ------------------------------------------------------------------ running */
 
+/* One pass over all records takes a minute: this second's share of it. */
 static void audit_tick(struct kvd *kvd)
 {
-	struct kvd_finding found[4];
-	struct kvd_findings fs = {.list = found, .max = KV_ARRAY_SIZE(found)};
 	u32 pages = 0, i;
 
 	for (i = 0; i < KVD_POOLS_MAX; i++)
 		if (kvd->core.mm.pools[i])
 			pages += kvd->core.mm.pools[i]->geo.nr_pages;
-	/* One slice a second goes through all records within a minute. */
-	if (kvd_audit_slice(&kvd->core,
-			    KV_MAX(AUDIT_PAGES_MIN, pages / AUDIT_SWEEP_S + 1), &fs))
+	kvd->audit_left = KV_MAX(AUDIT_SLICE, pages / AUDIT_SWEEP_S + 1);
+}
+
+/* Slices of about 50 us, so that nobody waits for the share of a large pool. */
+static void audit_turn(struct kvd *kvd)
+{
+	struct kvd_finding found[4];
+	struct kvd_findings fs = {.list = found, .max = KV_ARRAY_SIZE(found)};
+	u32 nr = KV_MIN(kvd->audit_left, AUDIT_SLICE);
+
+	kvd->audit_left -= nr;
+	if (kvd_audit_slice(&kvd->core, nr, &fs)) {
 		kvd->audit_sweeps++;
+		kvd->audit_left = 0;
+	}
 	if (!fs.nr)
 		return;
 	kvd->audit_errors += fs.nr;
@@ -365,7 +375,7 @@ static u64 next_deadline(struct kvd *kvd)
 			      KV_MIN(kvd->proof.next_ns, kvd->moving.next_ns));
 
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns ||
-	    kvd->tiering.more || kvd->nr_closing)
+	    kvd->tiering.more || kvd->nr_closing || kvd->audit_left)
 		return 0;
 	if (!kvd_serve_sleep(kvd))
 		return 0;
@@ -423,6 +433,8 @@ int kvd_turn(struct kvd *kvd)
 		kvd_serve_parked(kvd);
 	if (kvd->now_ns >= kvd->tick_ns)
 		tick(kvd);
+	if (kvd->audit_left)
+		audit_turn(kvd);
 	kvd_conn_reap_dead(kvd);
 	return 0;
 }

@@ -115,6 +115,7 @@ struct kvd_options {
  * @pages_freed: a parked ALLOC may succeed now
  * @nr_closing: connections whose POOL_CLOSE goes on in the next turn
  * @msg_buf: KV_MSG_BYTES_MAX bytes for receiving
+ * @audit_left: records that the background sweep looks at in this second yet
  * @audit_errors, @audit_sweeps, @audit_last: of the background sweep
  * @op_stats: by opcode
  */
@@ -160,6 +161,7 @@ struct kvd {
 	bool upgrade;
 	bool again;
 	u8 *msg_buf;
+	u32 audit_left;
 	u64 audit_errors;
 	u64 audit_sweeps;
 	struct kvd_finding audit_last;
