@@ -172,6 +172,7 @@ static const u16 denied[] = {
 	SYS_ptrace,
 	SYS_process_vm_readv,
 	SYS_process_vm_writev,
+	SYS_pidfd_getfd,
 	SYS_mount,
 	SYS_umount2,
 	SYS_pivot_root,

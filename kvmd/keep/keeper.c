@@ -15,6 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "base/mutant.h"
 #include "kvmd/keep/keep.h"
 #include "kvmd/keep/talk.h"
 
@@ -33,7 +34,9 @@ struct keeper {
 static struct entry *find(struct keeper *k, const struct kvd_keep_key *key)
 {
 	for (u32 i = 0; i < k->nr; i++)
-		if (!memcmp(&k->all[i].key, key, sizeof(*key)))
+		if (!memcmp(&k->all[i].key, key, sizeof(*key)) ||
+		    (KV_MUTANT(keeper_key_short) && k->all[i].key.kind == key->kind &&
+		     k->all[i].key.index == key->index))
 			return &k->all[i];
 	return NULL;
 }

@@ -432,7 +432,7 @@ static int pool_make(struct kvd_mover *m)
 			return r;
 		m->params.pool_fd = fd;
 		/* Now, and charged to this process: facts F-memcg. */
-		if (fallocate(fd, 0, 0, (off_t)bytes))
+		if (!KV_MUTANT(memory_not_backed) && fallocate(fd, 0, 0, (off_t)bytes))
 			return errno == ENOSPC ? -ENOMEM : -errno;
 	}
 	if (fstat(fd, &st) || (u64)st.st_size < bytes)

@@ -366,6 +366,8 @@ static void pins_drop(struct kvd_session *s)
 {
 	u32 budget = KVD_DROP_SLICE;
 
+	if (KV_MUTANT(dead_keeps_pages))
+		return;
 	kvd_lease_mags_recall(s, NULL);
 	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
 		struct kvd_attach *a = &s->attach[i];
@@ -463,6 +465,8 @@ static void session_reap(struct kvd_session *s)
 /* Drop more of an ended session. Return: true when it holds nothing any more. */
 static bool session_drop(struct kvd_session *s, u32 *budget)
 {
+	if (KV_MUTANT(dead_keeps_pages))
+		return false;
 	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
 		struct kvd_attach *a = &s->attach[i];
 

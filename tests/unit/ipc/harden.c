@@ -61,6 +61,7 @@ static void calls_are_denied(void)
 	KVT_EXPECT_STR(text, "1");
 	KVT_EXPECT(ptrace(PTRACE_TRACEME, 0, 0, 0) == -1 && errno == EPERM);
 	KVT_EXPECT(process_vm_readv(getpid(), &v, 1, &v, 1, 0) == -1 && errno == EPERM);
+	KVT_EXPECT(syscall(SYS_pidfd_getfd, 0, 0, 0) == -1 && errno == EPERM);
 	KVT_EXPECT(mount("none", "/mnt", "tmpfs", 0, NULL) == -1 && errno == EPERM);
 	KVT_EXPECT(syscall(SYS_bpf, 0, NULL, 0) == -1 && errno == EPERM);
 	KVT_EXPECT(syscall(SYS_lookup_dcookie, 0, NULL, 0) == -1 && errno == EPERM);

@@ -5,6 +5,7 @@
 #include "tests/kvt.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -209,6 +210,127 @@ KVT_TEST(keeper_ends_with_whom_it_was_told_to)
 	close(fds[1]); /* the keeper has the other one: end of file is its end */
 	waitpid(parent, NULL, 0);
 	KVT_EXPECT_EQ(read(fds[0], path, 1), 0);
+}
+
+/*
+ * O59, fd store surprises (systemd 35288, 4408, 12086): (i) forty fds outlive a kvmd that is
+ * killed; (ii) a keeper that may hold fewer than it is given says so, and keeps what it said yes
+ * to; (iii) a held socket whose other end is gone, with data unread, is held on; (iv) two fds of
+ * one name: what tells them apart is in the key.
+ */
+KVT_TEST(o59_forty_fds_outlive_a_killed_kvmd)
+{
+	struct seen s = {0};
+	struct kvd_keep k;
+	int status;
+	pid_t kvmd;
+
+	keeper_start();
+	kvmd = fork();
+	if (kvmd == 0) {
+		open_keep(&k);
+		for (u32 i = 0; i < 40; i++)
+			if (put(&k, i, (char)('0' + i)))
+				_exit(1);
+		raise(SIGKILL);
+	}
+	KVT_EXPECT_EQ(waitpid(kvmd, &status, 0), kvmd);
+	KVT_EXPECT(WIFSIGNALED(status));
+	open_keep(&k);
+	KVT_EXPECT_EQ(kvd_keep_list(&k, see, &s), 40);
+	for (u32 i = 0; i < 40; i++)
+		KVT_EXPECT_EQ(s.bytes[i], '0' + i);
+	kvd_keep_close(&k, true);
+	keeper_end();
+}
+
+KVT_TEST(o59_fewer_than_it_is_given)
+{
+	struct rlimit few = {30, 30}, all;
+	struct seen s = {0};
+	struct kvd_keep k;
+	u32 held = 0;
+
+	KVT_EXPECT_EQ(getrlimit(RLIMIT_NOFILE, &all), 0);
+	keeper_start();
+	KVT_EXPECT_EQ(prlimit(pid, RLIMIT_NOFILE, &few, NULL), 0);
+	open_keep(&k);
+	while (held < 60 && !put(&k, held, (char)('0' + held)))
+		held++;
+	KVT_EXPECT(held > 10 && held < 30);
+	kvd_keep_close(&k, false);
+	open_keep(&k);
+	KVT_EXPECT_EQ(kvd_keep_list(&k, see, &s), (int)held);
+	for (u32 i = 0; i < held; i++)
+		KVT_EXPECT_EQ(s.bytes[i], '0' + i);
+	kvd_keep_close(&k, true);
+	keeper_end();
+}
+
+static int held_socket = -1;
+
+static void take_socket(void *arg, const struct kvd_keep_key *key, int fd)
+{
+	held_socket = fd;
+}
+
+KVT_TEST(o59_socket_that_hung_up_is_held_on)
+{
+	struct kvd_keep_key key = {.kind = KVD_KEEP_LISTEN};
+	char data[8] = {0};
+	struct kvd_keep k;
+	int pair[2];
+
+	keeper_start();
+	open_keep(&k);
+	KVT_EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, pair), 0);
+	KVT_EXPECT_EQ(kvd_keep_put(&k, &key, pair[0]), 0);
+	KVT_EXPECT_EQ(write(pair[1], "unread", 6), 6);
+	close(pair[0]);
+	close(pair[1]);
+	usleep(50000);
+	kvd_keep_close(&k, false);
+	open_keep(&k);
+	KVT_EXPECT_EQ(kvd_keep_list(&k, take_socket, NULL), 1);
+	KVT_EXPECT_EQ(read(held_socket, data, sizeof(data)), 6);
+	KVT_EXPECT_STR(data, "unread");
+	close(held_socket);
+	kvd_keep_close(&k, true);
+	keeper_end();
+}
+
+struct pair_seen {
+	char byte[3];
+};
+
+static void see_serial(void *arg, const struct kvd_keep_key *key, int fd)
+{
+	struct pair_seen *s = arg;
+
+	KVT_EXPECT(key->session < 3);
+	KVT_EXPECT_EQ(pread(fd, &s->byte[key->session], 1, 0), 1);
+	close(fd);
+}
+
+KVT_TEST(o59_two_of_one_name)
+{
+	struct pair_seen s = {{0}};
+	struct kvd_keep k;
+
+	keeper_start();
+	open_keep(&k);
+	for (u64 serial = 1; serial <= 2; serial++) {
+		struct kvd_keep_key key = key_of(7);
+		int fd = file_with((char)('a' + serial));
+
+		key.session = serial;
+		KVT_EXPECT_EQ(kvd_keep_put(&k, &key, fd), 0);
+		close(fd);
+	}
+	KVT_EXPECT_EQ(kvd_keep_list(&k, see_serial, &s), 2);
+	KVT_EXPECT(s.byte[1] == 'b' && s.byte[2] == 'c');
+	kvd_keep_close(&k, true);
+	keeper_end();
 }
 
 KVT_MAIN()

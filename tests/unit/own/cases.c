@@ -3,6 +3,8 @@
  * Real failures of other systems as tests of the core, named as in the case list
  * (docs/testing.md). One thread plays kvmd and its clients.
  */
+#include <errno.h>
+
 #include "tests/unit/own/common.h"
 
 static struct rig r;
@@ -525,6 +527,76 @@ KVT_TEST(o45_relative_offset_in_a_chain)
 		 * chain */
 		for (u32 i = 0; i < 8; i++)
 			KVT_EXPECT_EQ(a->pool->links[g[i].pfn].nr_children, i < 7);
+		rig_fini(&r);
+	}
+}
+
+/*
+ * O39, frozen block list (TensorRT-LLM 8813, 13320): a transfer names pages with their generations
+ * and tokens, and takes time. What the request grows by meanwhile is not part of it; if a named page
+ * has become somebody else's, none of it is.
+ */
+static void o39_names(const struct kv_grant *g, u32 nr, struct kv_seal_page *sp,
+		      u32 *tokens)
+{
+	for (u32 i = 0; i < nr; i++) {
+		sp[i] = (struct kv_seal_page){
+			.pfn = g[i].pfn, .crc32c = i, .tag = g[i].tag};
+		rig_tokens(9, i, tokens + i * KV_PAGE_TOKENS);
+	}
+}
+
+KVT_TEST(o39_frozen_block_list)
+{
+	enum { FROZEN = KVD_HASH_SLICE + 4, GROWN = FROZEN + 2 };
+	static u32 tokens[FROZEN * KV_PAGE_TOKENS];
+	struct kv_seal_page sp[FROZEN];
+	struct kv_seal_ret rets[GROWN];
+	struct kvd_session *s, *s2;
+	struct kvd_attach *a, *b;
+	struct kv_grant g[GROWN], other;
+	struct kv_hit hits[GROWN];
+	struct kvd_tenant *t;
+	u32 nr;
+
+	for (u32 lost = 0; lost < 2; lost++) {
+		struct kvd_seal_op op = {
+			.pages = sp, .tokens = tokens, .rets = rets, .nr = FROZEN};
+
+		rig_init(&r, 4, 16);
+		t = rig_tenant(&r, r.red, "t", 0, 0);
+		a = rig_client(&r, t, &s);
+		b = rig_client(&r, t, &s2);
+		KVT_EXPECT_EQ(rig_alloc(s, a, FROZEN, KV_GFP_NOWAIT, g), 0);
+		o39_names(g, FROZEN, sp, tokens);
+		op.s = s;
+		op.a = a;
+		op.arg.flags = KV_SEAL_ROOT;
+		KVT_EXPECT_EQ(kvd_seal_start(&op), 0);
+		KVT_EXPECT_EQ(kvd_seal_step(&op), -EAGAIN); /* under way */
+		KVT_EXPECT_EQ(rig_alloc(s, a, 2, KV_GFP_NOWAIT, g + FROZEN), 0);
+		if (lost) {
+			KVT_EXPECT_EQ(rig_free1(s, a, g[3]), 0);
+			rig_run(&r);
+			do { /* until another session has it */
+				other = rig_alloc1(s2, b);
+			} while (other.pfn != g[3].pfn);
+		}
+		KVT_EXPECT_EQ(kvd_seal_step(&op), lost ? KV_STALE : 0);
+		rig_run(&r);
+		KVT_EXPECT_EQ(rig_lookup(s2, b, 9, GROWN, hits, &nr), lost ? KV_MISS : 0);
+		KVT_EXPECT_EQ(nr, lost ? 0 : FROZEN);
+		for (u32 i = 0; i < nr; i++)
+			KVT_EXPECT_EQ(hits[i].grant.pfn, g[i].pfn);
+		if (!lost) {
+			KVT_EXPECT_EQ(rig_seal(s, a, g + FROZEN, 2, 9, FROZEN,
+					       rets[FROZEN - 1].key, rets + FROZEN),
+				      0);
+			rig_run(&r);
+			KVT_EXPECT_EQ(rig_lookup(s2, b, 9, GROWN, hits, &nr), 0);
+			KVT_EXPECT_EQ(nr, GROWN);
+		}
+		rig_audit(&r);
 		rig_fini(&r);
 	}
 }
