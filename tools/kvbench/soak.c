@@ -233,19 +233,41 @@ static u8 *memory_map(struct scene *s, const char *name, size_t *ret_bytes)
 	return map == MAP_FAILED ? NULL : map;
 }
 
+static void engines_all(struct scene *s, int sig)
+{
+	for (u32 i = 0; i < ENGINES; i++)
+		kill(s->pids[i], sig);
+}
+
+/* Pages at rest: while one is restored its slot is read twice, for the digest and for the copy
+ * (on a GPU kvmd could not read the copy), and what flips in between is not seen. */
+static bool tier_at_rest(struct scene *s)
+{
+	for (u32 i = 0; i < 500; i++) {
+		if (chaos_admin_number(&s->kvmd, "{\"op\":\"tier\"}", "tiers.busy") == 0)
+			return true;
+		usleep(1000);
+	}
+	return false;
+}
+
 static int flip_page(struct scene *s)
 {
 	size_t bytes = 0;
 	u8 *map = memory_map(s, "kvmd-mover-pool", &bytes);
 	u64 x = chaos_random(&s->random);
+	bool rest;
 
 	if (!map)
 		return -ENOENT;
+	engines_all(s, SIGSTOP);
+	rest = tier_at_rest(s);
 	/* several, as only some of the memory has pages of which one is read again */
-	for (u32 i = 0; i < 64; i++, x = chaos_random(&s->random))
+	for (u32 i = 0; rest && i < 64; i++, x = chaos_random(&s->random))
 		map[(x >> 8) % bytes] ^= (u8)(1 << (x & 7));
+	engines_all(s, SIGCONT);
 	munmap(map, bytes);
-	return 0;
+	return rest ? 0 : -ENOENT;
 }
 
 /* Bits that the check word covers: all before it. */
