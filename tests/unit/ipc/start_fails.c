@@ -74,17 +74,16 @@ void free(void *p)
 {
 	__libc_free(p);
 }
+void *mmap(void *at, size_t bytes, int prot, int flags, int fd, off_t off)
+{
+	return fails_in(ENOMEM, __func__) ? MAP_FAILED
+					  : REAL(mmap)(at, bytes, prot, flags, fd, off);
+}
 #endif
 
 int memfd_create(const char *name, unsigned int flags)
 {
 	return fails_in(EMFILE, __func__) ? -1 : REAL(memfd_create)(name, flags);
-}
-
-void *mmap(void *at, size_t bytes, int prot, int flags, int fd, off_t off)
-{
-	return fails_in(ENOMEM, __func__) ? MAP_FAILED
-					  : REAL(mmap)(at, bytes, prot, flags, fd, off);
 }
 
 int socket(int family, int type, int protocol)

@@ -333,4 +333,71 @@ KVT_TEST(o59_two_of_one_name)
 	keeper_end();
 }
 
+/* Who asks for the list and goes does not take the keeper along. */
+KVT_TEST(peer_that_goes_while_it_is_told)
+{
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_LIST};
+	struct seen s = {0};
+	struct kvd_keep k;
+
+	keeper_start();
+	open_keep(&k);
+	for (u32 i = 0; i < 40; i++)
+		KVT_EXPECT_EQ(put(&k, i, (char)i), 0);
+	for (u32 i = 0; i < 20; i++) {
+		m.key.index = i % 2 ? 7 : 0; /* many a message, or one */
+		kill(pid, SIGSTOP);
+		KVT_EXPECT_EQ(send(k.fd, &m, sizeof(m), 0), (ssize_t)sizeof(m));
+		shutdown(k.fd, SHUT_RD);
+		kill(pid, SIGCONT);
+		kvd_keep_close(&k, false);
+		open_keep(&k);
+	}
+	KVT_EXPECT_EQ(kvd_keep_list(&k, see, &s), 40);
+	kvd_keep_close(&k, true);
+	keeper_end();
+}
+
+	kvd_keep_close(&k, true);
+	keeper_end();
+}
+
+KVT_TEST(calls_without_a_keeper)
+{
+	struct kvd_keep_key key = key_of(1);
+	struct kvd_keep k = {.fd = -1};
+	char path[200];
+	bool found;
+
+	KVT_EXPECT_EQ(kvd_keep_put(&k, &key, 0), -EPIPE);
+	kvd_keep_del(&k, &key);
+	kvd_keep_close(&k, true);
+	memset(path, 'x', sizeof(path));
+	path[sizeof(path) - 1] = 0;
+	KVT_EXPECT_EQ(kvd_keep_open(&k, path, 0, &found), -ENAMETOOLONG);
+	KVT_EXPECT(kvd_keep_open(&k, "/proc/none", 0, &found) <
+		   0); /* nothing can be there */
+}
+
+/* An answer that is not one to a put, or brings a descriptor, is no answer. */
+KVT_TEST(answers_that_are_none)
+{
+	static const u32 ops[] = {KVD_KEEP_END, KVD_KEEP_PUT, KVD_KEEP_ENTRY, 99};
+	struct kvd_keep_key key = key_of(1);
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(ops); i++) {
+		struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = ops[i]};
+		struct kvd_keep k = {0};
+		int pair[2];
+
+		KVT_EXPECT(!socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair));
+		k.fd = pair[0];
+		KVT_EXPECT_EQ(send(pair[1], &m, sizeof(m), 0), (ssize_t)sizeof(m));
+		KVT_EXPECT_EQ(kvd_keep_put(&k, &key, 0),
+			      ops[i] == KVD_KEEP_PUT ? 0 : -EPIPE);
+		close(pair[0]);
+		close(pair[1]);
+	}
+}
+
 KVT_MAIN()
