@@ -407,7 +407,7 @@ KVT_TEST_T(each_call_of_replacing_the_keeper_fails, 120)
 			KVT_FAIL("call %u failed, and pages are gone", nth - 1);
 	}
 	KVT_NOTE("%u calls", nth - 2);
-	KVT_EXPECT(nth > 10);
+	KVT_EXPECT(nth > 5);
 	close(client);
 	end();
 }

@@ -1,0 +1,208 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Requests at their ends: parked ones beyond what may be parked, cancelled ones, results
+ * without room, reports that somebody watches. */
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include "kvmd/ipc/request.h"
+#include "tests/kvt.h"
+#include "tests/unit/ipc/common.h"
+
+#define PAGES "{\"op\":\"pages\"}"
+
+static struct daemon d;
+
+static void with_one_extent(struct kvd_options *opt)
+{
+	opt->host_bytes = 2u << 20;
+}
+
+static u32 fill(struct raw *c, struct kv_grant *g, u32 max)
+{
+	u32 nr = 0;
+
+	while (nr < max && raw_alloc(c, 1, KV_GFP_NOWAIT, &g[nr]) == 0)
+		nr++;
+	return nr;
+}
+
+/* Everything is in use, and eight pages wait for a step. */
+static u32 choke(struct raw *c, struct kv_grant *g, u32 max)
+{
+	u32 nr;
+
+	raw_open(c, &d);
+	nr = fill(c, g, max);
+	KVT_EXPECT(nr > 9);
+	c->page->slots[0].word = 1;
+	KVT_EXPECT_EQ(raw_free(c, g, 8), 0);
+	return nr;
+}
+
+static struct kv_sqe waiting(const struct raw *c, u32 opcode, u64 id)
+{
+	struct kv_sqe s = {.opcode = (u8)opcode,
+			   .pool_id = c->pool.pool_id,
+			   .nr = 1,
+			   .gfp = KV_GFP_PREFILL,
+			   .ret_bytes = sizeof(struct kv_grant),
+			   .ret_off = 8192 + (u32)id * 64,
+			   .user_data = id};
+
+	if (opcode == KV_OP_FORK) {
+		s.arg_off = 4096;
+		s.arg_bytes = sizeof(struct kv_page_ref);
+	}
+	return s;
+}
+
+/* One session parks a few; the next is told at once. ALLOC and FORK alike. */
+KVT_TEST(parked_requests_are_few)
+{
+	static const u32 ops[] = {KV_OP_ALLOC, KV_OP_FORK};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(ops); i++) {
+		struct kv_page_ref ref;
+		struct kv_grant g[256];
+		struct kv_cqe cqe;
+		struct raw c;
+
+		daemon_start(&d, with_one_extent);
+		choke(&c, g, 256);
+		ref = (struct kv_page_ref){.pfn = g[9].pfn, .tag = g[9].tag};
+		memcpy(c.args + 4096, &ref, sizeof(ref));
+		for (u32 n = 0; n <= KVD_PARKED_EACH; n++)
+			raw_submit(&c, waiting(&c, ops[i], n));
+		cqe = raw_wait(&c); /* the one too many is the first that is answered */
+		KVT_EXPECT_EQ(cqe.user_data, KVD_PARKED_EACH);
+		KVT_EXPECT_EQ(cqe.result, KV_PENDING);
+		kv_store_release64(&c.page->slots[0].word, KV_SLOT_IDLE);
+		for (u32 n = 0; n < KVD_PARKED_EACH; n++)
+			KVT_EXPECT_EQ(raw_wait(&c).result, 0);
+		/* and those that nothing frees a page for are told in the end */
+		raw_submit(&c, waiting(&c, ops[i], 77));
+		KVT_EXPECT(raw_wait(&c).result != 0);
+		raw_close(&c);
+		daemon_stop(&d);
+	}
+}
+
+/* All sessions together park so many, too. */
+KVT_TEST(parked_requests_of_all_are_bounded)
+{
+	enum { CLIENTS = KVD_PARKED_MAX / KVD_PARKED_EACH + 1 };
+	static struct raw c[CLIENTS];
+	struct kv_grant g[256];
+	struct kv_cqe cqe;
+
+	daemon_start(&d, with_one_extent);
+	choke(&c[0], g, 256);
+	for (u32 i = 1; i < CLIENTS; i++)
+		raw_open(&c[i], &d);
+	for (u32 i = 0; i < CLIENTS - 1; i++)
+		for (u32 n = 0; n < KVD_PARKED_EACH; n++)
+			raw_submit(&c[i], waiting(&c[i], KV_OP_ALLOC, n));
+	usleep(50000);
+	raw_submit(&c[CLIENTS - 1], waiting(&c[CLIENTS - 1], KV_OP_ALLOC, 5));
+	cqe = raw_wait(&c[CLIENTS - 1]);
+	KVT_EXPECT_EQ(cqe.result, KV_PENDING);
+	KVT_EXPECT(raw_wait(&c[1]).result > 0); /* after its second */
+	/* closed with its requests parked; another one hangs up */
+	for (u32 i = 0; i < CLIENTS; i++)
+		raw_close(&c[i]);
+	daemon_stop(&d);
+}
+
+KVT_TEST(closed_pool_answers_what_was_parked)
+{
+	struct kv_msg_pool_close m = {.msg = {.magic = KV_MSG_MAGIC,
+					      .type = KV_MSG_POOL_CLOSE,
+					      .size_bytes = sizeof(m)}};
+	struct kv_grant g[256];
+	struct raw c, other;
+
+	daemon_start(&d, with_one_extent);
+	choke(&c, g, 256);
+	raw_open(&other, &d);
+	for (u32 n = 0; n < 3; n++) {
+		raw_submit(&c, waiting(&c, KV_OP_ALLOC, n));
+		raw_submit(&other, waiting(&other, KV_OP_ALLOC, n));
+	}
+	usleep(50000);
+	m.pool_id = other.pool.pool_id;
+	raw_send(&other, &m, sizeof(m));
+	for (u32 n = 0; n < 3; n++)
+		KVT_EXPECT_EQ(raw_wait(&other).result, -ECANCELED);
+	kv_store_release64(&c.page->slots[0].word, KV_SLOT_IDLE);
+	for (u32 n = 0; n < 3; n++)
+		KVT_EXPECT_EQ(raw_wait(&c).result, 0);
+	raw_close(&other);
+	raw_close(&c);
+	daemon_stop(&d);
+}
+
+KVT_TEST(lookup_needs_room_for_what_it_may_find)
+{
+	struct kv_sqe s = {.opcode = KV_OP_LOOKUP};
+	struct raw c;
+	int r;
+
+	daemon_start(&d, NULL);
+	raw_open(&c, &d);
+	s.pool_id = c.pool.pool_id;
+	memset(c.args, 0, 4096);
+	for (u32 nr = 0; nr <= 128; nr += 32) {
+		s.nr = nr;
+		s.arg_bytes = (u32)sizeof(struct kv_lookup_arg) + nr * 4;
+		s.ret_bytes = 0;
+		raw_submit(&c, s);
+		r = raw_wait(&c).result;
+		KVT_EXPECT(nr >= KV_PAGE_TOKENS ? r == -ENOSPC : r >= 0);
+	}
+	s.ret_bytes = 64;
+	s.ret_off = 8192;
+	raw_submit(&c, s);
+	KVT_EXPECT(raw_wait(&c).result >= 0);
+	raw_close(&c);
+	daemon_stop(&d);
+}
+
+/* A report reaches who streams events. */
+KVT_TEST(report_is_an_event)
+{
+	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	struct kv_sqe s = {.opcode = KV_OP_REPORT, .nr = 1};
+	struct kv_incident incident = {.pfn = 0, .step = 5};
+	char text[65536];
+	size_t used = 0;
+	struct kv_grant g;
+	struct raw c;
+	ssize_t n;
+	int fd;
+
+	daemon_start(&d, NULL);
+	raw_open(&c, &d);
+	KVT_EXPECT_EQ(raw_alloc(&c, 1, KV_GFP_NOWAIT, &g), 0);
+	fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	strcpy(addr.sun_path, d.admin_path);
+	KVT_EXPECT(!connect(fd, (struct sockaddr *)&addr, sizeof(addr)));
+	KVT_EXPECT_EQ(write(fd, "{\"op\":\"events\"}\n", 16), 16);
+	KVT_EXPECT(read(fd, text, sizeof(text)) > 0);
+	incident.pfn = g.pfn;
+	s.pool_id = c.pool.pool_id;
+	s.arg_bytes = sizeof(incident);
+	memcpy(c.args, &incident, sizeof(incident));
+	raw_submit(&c, s);
+	KVT_EXPECT_EQ(raw_wait(&c).result, 0);
+	do {
+		n = read(fd, text + used, sizeof(text) - 1 - used);
+		used += n > 0 ? (size_t)n : 0;
+		text[used] = 0;
+	} while (n > 0 && !strstr(text, "incident"));
+	KVT_EXPECT(n > 0);
+	close(fd);
+	raw_close(&c);
+	daemon_stop(&d);
+}
+
+KVT_MAIN()
