@@ -169,10 +169,13 @@ static size_t make_line(struct fuzz_in *in, char *line)
 				       verbs[fuzz_u8(in) % KV_ARRAY_SIZE(verbs)]);
 	u32 nr = fuzz_u8(in) % 8;
 
-	for (u32 i = 0; i < nr; i++)
+	for (u32 i = 0; i < nr; i++) {
+		u32 field = fuzz_u8(in) % KV_ARRAY_SIZE(fields);
+		u32 value = fuzz_u8(in) % KV_ARRAY_SIZE(values);
+
 		used += (size_t)snprintf(line + used, LINE_BYTES - used, ",\"%s\":%s",
-					 fields[fuzz_u8(in) % KV_ARRAY_SIZE(fields)],
-					 values[fuzz_u8(in) % KV_ARRAY_SIZE(values)]);
+					 fields[field], values[value]);
+	}
 	return used + (size_t)snprintf(line + used, LINE_BYTES - used, "}");
 }
 
