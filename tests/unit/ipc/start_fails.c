@@ -180,9 +180,16 @@ static void settle(void)
 		;
 }
 
+/* A keeper that is just being started still has its parent's lock for a moment. */
 static int start(char *error)
 {
-	return kvd_init(&kvd, &opt, error);
+	int r = kvd_init(&kvd, &opt, error);
+
+	for (u32 i = 0; i < 100 && r && !fail_nth && strstr(error, "lock"); i++) {
+		usleep(5000);
+		r = kvd_init(&kvd, &opt, error);
+	}
+	return r;
 }
 
 /* A session with pages, in a kvmd that goes as by kill -9. */

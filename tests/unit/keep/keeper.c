@@ -358,10 +358,6 @@ KVT_TEST(peer_that_goes_while_it_is_told)
 	keeper_end();
 }
 
-	kvd_keep_close(&k, true);
-	keeper_end();
-}
-
 KVT_TEST(calls_without_a_keeper)
 {
 	struct kvd_keep_key key = key_of(1);
