@@ -26,17 +26,17 @@
 #include "kvmd/memory.h"
 #include "kvmd/own/core.h"
 
-#define KVD_VERSION	      "0.1.0"
-#define KVD_CONNS_MAX	      1024u
-#define KVD_CONNS_UNKNOWN_MAX 256u /* connected, no HELLO yet */
+#define KVD_VERSION		   "0.1.0"
+#define KVD_CONNS_MAX		   1024u
+#define KVD_CONNS_UNKNOWN_MAX	   256u /* connected, no HELLO yet */
 
 /* No uid takes more than half of either: the others still get in. */
 #define KVD_CONNS_EACH_MAX	   (KVD_CONNS_MAX / 2)
 #define KVD_CONNS_UNKNOWN_EACH_MAX (KVD_CONNS_UNKNOWN_MAX / 2)
-#define KVD_HELLO_NS	      5000000000ull
-#define KVD_TICK_NS	      1000000000ull
-#define KVD_SPIN_NS	      20000ull
-#define KVD_PATH_BYTES	      108u
+#define KVD_HELLO_NS		   5000000000ull
+#define KVD_TICK_NS		   1000000000ull
+#define KVD_SPIN_NS		   20000ull
+#define KVD_PATH_BYTES		   108u
 
 /**
  * struct kvd_options - the command line

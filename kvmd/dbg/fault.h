@@ -19,19 +19,19 @@
 #include "base/util.h"
 
 /* X(point, benign) */
-#define KVD_FAULT_POINTS(X) \
-	X(page_alloc, 0)    \
-	X(extent_alloc, 0)  \
-	X(extent_map, 0)    \
-	X(table_alloc, 0)   \
-	X(record_alloc, 0)  \
-	X(session_alloc, 0) \
-	X(memfd, 0)         \
-	X(accept, 0)        \
-	X(pidfd, 0)         \
-	X(send, 0)          \
-	X(state_write, 0)   \
-	X(tenant_alloc, 0)  \
+#define KVD_FAULT_POINTS(X)   \
+	X(page_alloc, 0)      \
+	X(extent_alloc, 0)    \
+	X(extent_map, 0)      \
+	X(table_alloc, 0)     \
+	X(record_alloc, 0)    \
+	X(session_alloc, 0)   \
+	X(memfd, 0)           \
+	X(accept, 0)          \
+	X(pidfd, 0)           \
+	X(send, 0)            \
+	X(state_write, 0)     \
+	X(tenant_alloc, 0)    \
 	X(tier_copy, 0)       \
 	X(tier_journal, 0)    \
 	X(tier_read_eio, 0)   \

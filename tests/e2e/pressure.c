@@ -222,6 +222,31 @@ KVT_TEST(pending_for_long_ends_in_an_outcome)
 	rig_close(&rig);
 }
 
+/* An engine that ends has given every page back: kvmd counts what is left. */
+KVT_TEST(an_engine_leaves_no_page_behind)
+{
+	struct eng_options opt = {.kv = ENG_KV_FP8, .admit_ms = 300};
+	cJSON *reply, *left;
+	struct eng_engine *e;
+
+	open_small("16MiB");
+	e = rig_engine(&rig, &opt);
+	for (u32 i = 0; i < 3; i++)
+		trace_submit(e, &t[i], prompts[i], PROMPT, NEW, i == 1);
+	rig_run(e);
+	trace_submit(e, &t[3], prompts[3], PROMPT, NEW, false);
+	while (!t[3].nr) /* one that is under way as well */
+		KVT_EXPECT(eng_engine_turn(e) >= 0);
+	eng_engine_destroy(e);
+	usleep(50000);
+	reply = rig_admin(&rig, "{\"op\":\"vmstat\"}");
+	left = cJSON_GetObjectItem(cJSON_GetObjectItem(reply, "vmstat"), "left_pages");
+	KVT_EXPECT(cJSON_IsNumber(left));
+	KVT_EXPECT_EQ(left->valueint, 0);
+	cJSON_Delete(reply);
+	rig_close(&rig);
+}
+
 /*
  * kvmd takes a page from its holder (kvmctl evict --revoke). The page may already carry
  * another's bytes: the request is computed again elsewhere. No incident: it is an outcome.
