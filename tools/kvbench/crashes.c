@@ -72,6 +72,22 @@ static int open_all(struct scene *s)
 	return 0;
 }
 
+/* Connections that died in HELLO have no session: they are closed when kvmd gets to them. */
+static u32 steady_fds(pid_t pid)
+{
+	u32 was = chaos_fds(pid), same = 0;
+
+	for (u32 i = 0; i < 100 && same < 4; i++) {
+		u32 now;
+
+		usleep(50000);
+		now = chaos_fds(pid);
+		same = now == was ? same + 1 : 0;
+		was = now;
+	}
+	return was;
+}
+
 /* All dead engines' pages are back, or it is too late. Return: 0; -ETIMEDOUT */
 static int come_to_rest(struct scene *s, struct rest *ret)
 {
@@ -88,10 +104,9 @@ static int come_to_rest(struct scene *s, struct rest *ret)
 			chaos_admin_number(&s->kvmd, "{\"op\":\"status\"}", "sessions");
 		if (!ret->st.nr_active && !ret->st.nr_sealed && !ret->st.nr_quarantine &&
 		    !ret->st.nr_magazine && ret->sessions == 1) {
-			usleep(20000);
 			ret->extents = ret->st.nr_pages / s->extent_pages;
-			ret->fds = chaos_fds(s->kvmd.k.pid);
-			ret->keeper_fds = chaos_fds(s->keeper);
+			ret->fds = steady_fds(s->kvmd.k.pid);
+			ret->keeper_fds = steady_fds(s->keeper);
 			ret->anon_kib = chaos_anon_kib(s->kvmd.k.pid);
 			return 0;
 		}
