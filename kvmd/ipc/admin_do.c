@@ -79,19 +79,29 @@ free_list:
 
 /* -------------------------------------------------------------------- evict */
 
-/* CACHED pages of one pool, of one tenant or of all (@tenant < 0); pinned ones stay. */
+/*
+ * CACHED pages of one pool, of one tenant or of all (@tenant < 0); pinned ones stay. The
+ * work is in proportion to what is dropped, not to the pool.
+ */
 static u32 pool_evict(struct kvd_pool *pool, int tenant, bool dry_run)
 {
-	u32 pfn, nr = 0;
+	u32 nr = 0, pfn;
+	int i;
 
-	for (pfn = 0; pfn < pool->geo.nr_pages; pfn++) {
-		if (pool->frames[pfn].state != KVD_CACHED ||
-		    (pool->frames[pfn].flags & KVD_FRAME_HELD) ||
-		    (tenant >= 0 && pool->frames[pfn].tenant != tenant))
+	for (i = 0; i < (int)KVD_TENANTS_MAX; i++) {
+		const struct kvd_account *acct = pool->mm->accounts[i];
+		struct kvd_lru *lru;
+
+		if (!acct || acct->domain_id != pool->domain_id ||
+		    (tenant >= 0 && i != tenant))
 			continue;
-		nr++;
-		if (!dry_run || KV_MUTANT(dry_run_evicts))
+		lru = &pool->lru[acct->slot];
+		if (dry_run)
+			nr += kvd_lru_nr(lru);
+		while (!dry_run && (pfn = kvd_lru_victim(lru)) != KVD_PFN_NONE) {
 			kvd_prefix_evict(pool, pfn);
+			nr++;
+		}
 	}
 	return nr;
 }
