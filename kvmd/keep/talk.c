@@ -142,7 +142,7 @@ int kvd_keep_hear_many(int conn, struct kvd_keep_many *many, int *fds, u32 *ret_
 	do {
 		n = recvmsg(conn, &mh, MSG_CMSG_CLOEXEC);
 	} while (n < 0 && errno == EINTR);
-	if (n <= 0)
+	if (n < 0)
 		return -EPIPE;
 	nr = fds_of(&mh, fds, KVD_KEEP_BATCH);
 	if (!(mh.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) &&

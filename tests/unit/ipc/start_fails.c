@@ -9,8 +9,10 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -116,9 +118,36 @@ ssize_t recvmsg(int fd, struct msghdr *mh, int flags)
 	return fails_in(EINTR, __func__) ? -1 : REAL(recvmsg)(fd, mh, flags);
 }
 
+/* A child is on its own: nothing fails in it. */
 pid_t fork(void)
 {
-	return fails_in(EAGAIN, __func__) ? -1 : REAL(fork)();
+	pid_t pid = fails_in(EAGAIN, __func__) ? -1 : REAL(fork)();
+
+	if (!pid)
+		fail_nth = 0;
+	return pid;
+}
+
+int accept4(int fd, struct sockaddr *addr, socklen_t *len, int flags)
+{
+	return fails_in(EMFILE, __func__) ? -1 : REAL(accept4)(fd, addr, len, flags);
+}
+
+int getsockopt(int fd, int level, int name, void *ret, socklen_t *len)
+{
+	return fails_in(EBADF, __func__) ? -1
+					 : REAL(getsockopt)(fd, level, name, ret, len);
+}
+
+int getrlimit(__rlimit_resource_t what, struct rlimit *ret)
+{
+	return fails_in(EPERM, __func__) ? -1 : REAL(getrlimit)(what, ret);
+}
+
+int poll(struct pollfd *fds, nfds_t nr, int ms)
+{
+	return fails_in(calls & 1 ? EINTR : ENOMEM, __func__) ? -1
+							      : REAL(poll)(fds, nr, ms);
 }
 
 /* --------------------------------------------------------------------- the daemon */
@@ -417,6 +446,93 @@ KVT_TEST_T(each_call_of_replacing_the_keeper_fails, 120)
 	KVT_EXPECT(nth > 5);
 	close(client);
 	end();
+}
+
+/* ------------------------------------------------------------------------- the keeper */
+
+static void take_fd(void *arg, const struct kvd_keep_key *key, int fd)
+{
+	close(fd);
+}
+
+static struct sockaddr_un keeper_addr;
+
+/* Does not start one where none is. Return: false: there is none */
+static bool keeper_meet(struct kvd_keep *k)
+{
+	struct timeval tv = {.tv_usec = 100000};
+
+	k->fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	setsockopt(k->fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));
+	if (!connect(k->fd, (void *)&keeper_addr, sizeof(keeper_addr)))
+		return true;
+	close(k->fd);
+	k->fd = -1;
+	return false;
+}
+
+/* What a kvmd does, as far as it comes. */
+static void keeper_use(struct kvd_keep *k)
+{
+	struct kvd_keep_key key = {.kind = KVD_KEEP_EXTENT, .pool = 1};
+
+	for (key.index = 0; key.index < 3; key.index++)
+		if (kvd_keep_put(k, &key, STDIN_FILENO))
+			return;
+	kvd_keep_list(k, take_fd, NULL);
+	kvd_keep_del(k, &key);
+}
+
+/* A keeper in which the n-th call fails. Return: its status; 2: no call was left */
+static int keeper_nth(u32 nth)
+{
+	struct kvd_keep k = {.fd = -1};
+	int fd, status;
+	pid_t pid;
+
+	unlink(keeper_addr.sun_path);
+	fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	KVT_EXPECT(!bind(fd, (void *)&keeper_addr, sizeof(keeper_addr)) &&
+		   !listen(fd, 8));
+	pid = fork();
+	if (!pid) {
+		calls = 0;
+		fail_nth = nth;
+		status = kvd_keeper_main(fd, getppid());
+		fail_nth = 0;
+		_exit(calls < nth ? 2 : status);
+	}
+	close(fd);
+	for (u32 i = 0; i < 3 && keeper_meet(&k); i++) {
+		keeper_use(&k);
+		kvd_keep_close(&k, i == 2);
+	}
+	for (u32 i = 0; waitpid(pid, &status, WNOHANG) != pid; i++) {
+		if (i > 200)
+			KVT_FAIL("call %u failed: the keeper does not end", nth);
+		if (keeper_meet(&k))
+			kvd_keep_close(&k, true);
+		usleep(1000);
+	}
+	if (!WIFEXITED(status))
+		KVT_FAIL("call %u failed: killed by signal %d", nth, WTERMSIG(status));
+	return WEXITSTATUS(status);
+}
+
+/* It ends, or goes on; its peer is told, or hung up on. */
+KVT_TEST_T(each_call_of_the_keeper_fails, 120)
+{
+	u32 nth = 1;
+
+	dir_make();
+	keeper_addr.sun_family = AF_UNIX;
+	snprintf(keeper_addr.sun_path, sizeof(keeper_addr.sun_path), "%.60s/keeper.sock",
+		 dir);
+	while (keeper_nth(nth) != 2)
+		nth++;
+	KVT_NOTE("%u calls", nth - 1);
+	KVT_EXPECT(nth > 20);
+	dir_remove();
 }
 
 KVT_MAIN()

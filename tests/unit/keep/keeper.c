@@ -396,4 +396,40 @@ KVT_TEST(answers_that_are_none)
 	}
 }
 
+/* A message without a byte brings descriptors, too: they are closed. */
+KVT_TEST(empty_answer_with_a_descriptor)
+{
+	union {
+		struct cmsghdr align;
+		char bytes[CMSG_SPACE(sizeof(int))];
+	} control = {0};
+	struct iovec iov = {.iov_base = &control, .iov_len = 0};
+	struct msghdr mh = {.msg_iov = &iov,
+			    .msg_iovlen = 1,
+			    .msg_control = &control,
+			    .msg_controllen = sizeof(control.bytes)};
+	struct cmsghdr *cm = CMSG_FIRSTHDR(&mh);
+	struct kvd_keep k = {0};
+	struct seen s = {0};
+	int pair[2], fd, before, after;
+
+	KVT_EXPECT(!socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair));
+	k.fd = pair[0];
+	fd = file_with('x');
+	cm->cmsg_level = SOL_SOCKET;
+	cm->cmsg_type = SCM_RIGHTS;
+	cm->cmsg_len = CMSG_LEN(sizeof(int));
+	memcpy(CMSG_DATA(cm), &fd, sizeof(fd));
+	KVT_EXPECT_EQ(sendmsg(pair[1], &mh, 0), 0);
+	before = dup(fd); /* the lowest number that is free */
+	close(before);
+	KVT_EXPECT_EQ(kvd_keep_list(&k, see, &s), -EPIPE);
+	after = dup(fd);
+	KVT_EXPECT_EQ(after, before);
+	close(after);
+	close(fd);
+	close(pair[0]);
+	close(pair[1]);
+}
+
 KVT_MAIN()
