@@ -7,7 +7,7 @@
  *	sim --seed N			one of them, with its options and acts
  *	sim --replay FILE		one written as text
  *	sim --shrink N			the fewest acts of seed N that fail, as text
- *	sim --long NR			NR schedules on all CPUs: make check-long
+ *	sim --long NR [PROCESSES]	NR schedules on all CPUs: make check-long
  *
  * A failure prints what broke, the seed, and the shortest schedule that still breaks it.
  */
@@ -186,9 +186,8 @@ KVT_TEST(text_says_it_all)
 	}
 }
 
-static int run_long(u64 nr)
+static int run_long(u64 nr, long cpus)
 {
-	long cpus = sysconf(_SC_NPROCESSORS_ONLN);
 	int status, failures = 0;
 	u64 each = (nr + (u64)cpus - 1) / (u64)cpus;
 	double start = seconds();
@@ -203,7 +202,7 @@ static int run_long(u64 nr)
 	}
 	while (wait(&status) > 0)
 		failures += status != 0;
-	printf("%llu schedules on %ld CPUs in %.0f s, %d failed\n",
+	printf("%llu schedules in %ld processes in %.0f s, %d failed\n",
 	       (unsigned long long)(each * (u64)cpus), cpus, seconds() - start, failures);
 	return failures != 0;
 }
@@ -235,7 +234,8 @@ int main(int argc, char **argv)
 	if (!strcmp(what, "--replay"))
 		return !replay(argv[2]);
 	if (!strcmp(what, "--long"))
-		return run_long(n);
+		return run_long(n,
+				argc > 3 ? atol(argv[3]) : sysconf(_SC_NPROCESSORS_ONLN));
 	if (!strcmp(what, "--seeds") && argc > 3) {
 		seeds_run(n, 0, strtoull(argv[3], NULL, 0),
 			  argc > 4 ? atof(argv[4]) : 1e9, &bad);

@@ -18,7 +18,7 @@ struct sim_world sim;
 
 /* ------------------------------------------------------------------------- regions */
 
-#define SPARE 64u
+#define SPARE 512u
 
 /* Zeroed memory of ended schedules: a fresh mapping costs more than a schedule. */
 static struct {

@@ -219,7 +219,8 @@ static int policy(void)
 
 static void image_new(void)
 {
-	memset(sim.image, 0, sizeof(*sim.image));
+	if (sim.lossy) /* else it is zeroes still */
+		memset(sim.image, 0, sizeof(*sim.image));
 	kvd_image_format(sim.image);
 	for (u32 i = 0; i < sim.nr_conns; i++) {
 		sim.conns[i].kept = false;

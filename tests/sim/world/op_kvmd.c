@@ -30,7 +30,7 @@ void sim_op_run(const u16 *a)
 void sim_op_clock(const u16 *a)
 {
 	static const u64 jumps[] = {1000,	 10000000,    1100000000,
-				    11000000000, 61000000000, 86400000000000};
+				    11000000000, 61000000000, 3600000000000};
 
 	sim.now_ns += jumps[a[0] % KV_ARRAY_SIZE(jumps)];
 	sim_kvmd_turn();

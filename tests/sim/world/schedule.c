@@ -90,6 +90,8 @@ static void act_run(const void *arg)
 	sim_check(sim.act_at % 4 == 0 || sim_ops[a->op].run == sim_op_start);
 }
 
+static struct kvd_image image;
+
 static void world_begin(const struct sim_opts *o)
 {
 	struct sim_stats stats = sim.stats;
@@ -103,8 +105,8 @@ static void world_begin(const struct sim_opts *o)
 	kvd_crash_left = 0;
 	if (o->gen_left)
 		sim.saved[KVD_SAVED_GENERATION] = KV_TAG_GEN_MAX + 1 - o->gen_left;
-	sim.image = calloc(1, sizeof(*sim.image));
-	SIM_EXPECT(sim.image);
+	sim.image = &image;
+	sim.in_core = false;
 	sim_env_init();
 }
 
@@ -124,7 +126,11 @@ static void world_end(void)
 		free(n->leaving);
 		free(n->mirror);
 	}
-	free(sim.image);
+	/* Damage may be anywhere in it, all else is at its beginning. */
+	memset(&image, 0,
+	       sim.lossy ? sizeof(image)
+			 : offsetof(struct kvd_image, sessions) +
+				   (sim.nr_conns + 1) * sizeof(image.sessions[0]));
 }
 
 static void turns(void)
