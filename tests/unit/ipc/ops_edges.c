@@ -5,6 +5,7 @@
 #include <sys/un.h>
 
 #include "kvmd/ipc/request.h"
+#include "kvmd/ipc/ring.h"
 #include "tests/kvt.h"
 #include "tests/unit/ipc/common.h"
 
@@ -203,6 +204,19 @@ KVT_TEST(report_is_an_event)
 	close(fd);
 	raw_close(&c);
 	daemon_stop(&d);
+}
+
+KVT_TEST(faults_have_names_and_nothing_ends_twice)
+{
+	struct kvd_requests none;
+
+	for (u32 i = 0; i < 32; i++)
+		KVT_EXPECT(kvd_ring_fault_str((enum kvd_ring_fault)i)[0]);
+	memset(&none, 0, sizeof(none));
+	kvd_requests_fini(&none);
+	KVT_EXPECT_EQ(kvd_requests_init(&none), 0);
+	kvd_requests_fini(&none);
+	kvd_requests_fini(&none);
 }
 
 KVT_MAIN()

@@ -20,6 +20,7 @@
 
 #include "kvmd/daemon.h"
 #include "kvmd/dbg/log.h"
+#include "kvmd/own/image.h"
 #include "tests/kvt.h"
 
 static u32 fail_nth, calls; /* 0: none fails */
@@ -446,6 +447,61 @@ KVT_TEST_T(each_call_of_replacing_the_keeper_fails, 120)
 	KVT_EXPECT(nth > 5);
 	close(client);
 	end();
+}
+
+/* ------------------------------------------------------------------- what is missing */
+
+static struct {
+	u32 kind;
+	bool damage;
+	struct kvd_keep_key key;
+	bool found;
+} part;
+
+static void part_see(void *arg, const struct kvd_keep_key *key, int fd)
+{
+	struct kvd_image *image;
+
+	if (key->kind == part.kind) {
+		part.key = *key;
+		part.found = true;
+	}
+	if (part.damage && key->kind == part.kind) {
+		image = mmap(NULL, sizeof(*image), PROT_READ | PROT_WRITE, MAP_SHARED, fd,
+			     0);
+		KVT_EXPECT(image != MAP_FAILED);
+		image->domains[0].name[0] ^= 4;
+		munmap(image, sizeof(*image));
+	}
+	close(fd);
+}
+
+/* One thing is not in the keeper, or is damaged: what hangs on it is gone, and kvmd serves. */
+KVT_TEST(one_kept_thing_is_missing)
+{
+	static const u32 kinds[] = {KVD_KEEP_PIDFD,  KVD_KEEP_PAGE,   KVD_KEEP_TOKENS,
+				    KVD_KEEP_FRAMES, KVD_KEEP_LEASES, KVD_KEEP_EXTENT,
+				    KVD_KEEP_IMAGE,  KVD_KEEP_IMAGE};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(kinds); i++) {
+		struct kvd_keep k;
+		bool found;
+
+		dir_make();
+		history();
+		memset(&part, 0, sizeof(part));
+		part.kind = kinds[i];
+		part.damage = i + 1 == KV_ARRAY_SIZE(kinds);
+		KVT_EXPECT(!kvd_keep_open(&k, dir, getpid(), &found) && found);
+		KVT_EXPECT(kvd_keep_list(&k, part_see, NULL) > 0);
+		KVT_EXPECT(part.found);
+		if (!part.damage)
+			kvd_keep_del(&k, &part.key);
+		kvd_keep_close(&k, false);
+		KVT_EXPECT_EQ(pages_now(), 0);
+		close(client);
+		end();
+	}
 }
 
 /* ------------------------------------------------------------------------- the keeper */
