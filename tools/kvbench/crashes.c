@@ -233,7 +233,7 @@ static int run(struct scene *s, u64 nr, bool json, u32 *ret_leaks)
 	cJSON *o = json ? cJSON_CreateObject() : NULL,
 	      *list = json ? cJSON_AddArrayToObject(o, "rests") : NULL;
 	u64 slice = KV_MAX(nr / 5, 2ull), start_ns = kv_now_ns(), done = 0;
-	struct rest first, now;
+	struct rest first = {0}, now;
 	double rate;
 	int r;
 
