@@ -6,10 +6,10 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -46,6 +46,9 @@ int chaos_start(struct chaos_kvmd *c, const char *bytes, const char *const *args
 	c->args[c->nr_args++] = "host";
 	for (u32 i = 0; i < n; i++)
 		c->args[c->nr_args++] = first[i];
+	if (c->realtime) /* kvmd waits for it */
+		sched_setscheduler(chaos_keeper(), SCHED_FIFO,
+				   &(struct sched_param){.sched_priority = 1});
 	return 0;
 }
 
@@ -58,11 +61,13 @@ void chaos_kill(struct chaos_kvmd *c)
 static void become_kvmd(struct chaos_kvmd *c, int ready)
 {
 	int log = open(c->k.log_path, O_WRONLY | O_APPEND | O_CREAT, 0600);
+	const struct sched_param first = {.sched_priority = 1};
 	char text[16];
 
 	snprintf(text, sizeof(text), "%d", ready);
 	fcntl(ready, F_SETFD, 0);
-	setpriority(PRIO_PROCESS, 0, c->nice);
+	if (c->realtime && sched_setscheduler(0, SCHED_FIFO, &first))
+		_exit(125);
 	dup2(log, 1);
 	dup2(log, 2);
 	c->args[c->nr_args] = "--ready-fd";

@@ -73,14 +73,15 @@ struct chaos_engine {
 
 /**
  * struct chaos_kvmd - a private daemon with a keeper, that can be killed
- * @nice: chaos_again() gives it this niceness, as a service manager would
+ * @realtime: chaos_again() runs it before all other work of the machine (SCHED_FIFO): what a
+ *	start takes where nobody else wants its CPU
  */
 struct chaos_kvmd {
 	struct eng_private_kvmd k;
 	char path[1100];
 	const char *args[24];
 	u32 nr_args;
-	int nice;
+	bool realtime;
 };
 
 /** chaos_layout() - pages of 8 KiB */
@@ -89,7 +90,7 @@ struct kv_layout chaos_layout(void);
 /**
  * chaos_start() - start it
  * @bytes: most memory for pages
- * @c: zeroed, but for @nice
+ * @c: zeroed, but for @realtime
  * @args: more arguments, NULL-terminated, at most 8; they must stay
  *
  * Return: 0, or -errno after a line on stderr.

@@ -263,6 +263,7 @@ static void report(struct scene *s, u32 nr, bool json, double damage)
 	kvb_json_where(o, KVB_HOST);
 	cJSON_AddNumberToObject(o, "kills", nr);
 	cJSON_AddNumberToObject(o, "pages", PAGES);
+	cJSON_AddBoolToObject(o, "realtime", s->kvmd.realtime);
 	kvb_json_dist(o, "start_to_serving_ms", &serve);
 	kvb_json_dist(o, "kill_to_serving_ms", &whole);
 	kvb_json_dist(o, "cpu_ms", &cpu);
@@ -279,20 +280,20 @@ int kvb_restarts(int argc, char **argv)
 {
 	static const struct option longs[] = {{"kills", 1, 0, 'k'},
 					      {"json", 0, 0, 'j'},
-					      {"nice", 1, 0, 'n'},
+					      {"realtime", 0, 0, 'r'},
 					      {0, 0, 0, 0}};
 	struct scene *s = &scene;
 	double damage = -1;
 	bool json = false;
-	u64 nr = 100, nice = 0;
+	u64 nr = 100;
 	int c, r = 0;
 
 	optind = 1;
 	while (!r && (c = getopt_long(argc, argv, "", longs, NULL)) >= 0) {
 		if (c == 'k')
 			r = kvb_number("kills", optarg, 1, KILLS_MAX, &nr);
-		else if (c == 'n')
-			r = kvb_number("nice", optarg, 0, 20, &nice);
+		else if (c == 'r')
+			s->kvmd.realtime = true;
 		else if (c == 'j')
 			json = true;
 		else
@@ -300,12 +301,11 @@ int kvb_restarts(int argc, char **argv)
 	}
 	if (r) {
 		fprintf(stderr,
-			"usage: kvbench restarts [--kills 1..%u] [--nice 0..20] [--json]\n",
+			"usage: kvbench restarts [--kills 1..%u] [--realtime] [--json]\n",
 			KILLS_MAX);
 		return 2;
 	}
 	s->random = 1;
-	s->kvmd.nice = -(int)nice;
 	r = open_all(s);
 	if (!r)
 		r = start_engines(s);
