@@ -370,7 +370,7 @@ KVT_TEST_T(each_call_of_a_first_start_fails, 120)
 		KVT_EXPECT_EQ(pages_now(), 0);
 	}
 	KVT_NOTE("%u calls, %u starts refused", nth - 2, refused);
-	KVT_EXPECT(refused > 10);
+	KVT_EXPECT(refused > 2); /* more where allocations fail, too */
 	end();
 }
 
@@ -390,7 +390,7 @@ KVT_TEST_T(each_call_of_an_adopting_start_fails, 120)
 			KVT_FAIL("call %u failed, and pages are gone", nth - 1);
 	}
 	KVT_NOTE("%u calls, %u starts refused", nth - 2, refused);
-	KVT_EXPECT(refused > 10);
+	KVT_EXPECT(refused > 2); /* more where allocations fail, too */
 	close(client);
 	end();
 }

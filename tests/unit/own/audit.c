@@ -76,7 +76,7 @@ static void wrong_record(u32 invariant, u32 pfn, size_t off, size_t bytes, u64 v
 	struct kvd_frame *f = &pool->frames[pfn], old = *f;
 	u64 tag = pool->table.tags[pfn];
 
-	memcpy((u8 *)f + off, &value, bytes);
+	memcpy((u8 *)f + off, &value, KV_MIN(bytes, sizeof(value)));
 	f->check = kvd_frame_check_word(f);
 	if (f->tag != old.tag)
 		pool->table.tags[pfn] = f->tag;
