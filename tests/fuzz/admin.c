@@ -128,8 +128,7 @@ static void daemon_start(void)
 	char error[KVD_CONFIG_ERROR_BYTES] = "";
 
 	if (!dir[0]) {
-		snprintf(dir, sizeof(dir), "%s/kvt-fuzz-XXXXXX",
-			 access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm");
+		snprintf(dir, sizeof(dir), "%s/kvt-fuzz-XXXXXX", fuzz_tmp());
 		FUZZ_CHECK(mkdtemp(dir));
 		atexit(clean_up);
 		kvd_log_setup(STDERR_FILENO, KVD_LOG_ERR);

@@ -503,7 +503,7 @@ static void kvmd_start(const struct fuzz_in *in)
 	memset(&k, 0, sizeof(k));
 	k.in = *in;
 	k.sock = k.sq_efd = k.cq_efd = -1;
-	snprintf(k.path, sizeof(k.path), "/tmp/kvt-fuzz-%d", getpid());
+	snprintf(k.path, sizeof(k.path), "%.40s/kvt-fuzz-%d", fuzz_tmp(), getpid());
 	memcpy(addr.sun_path, k.path, sizeof(k.path));
 	k.quit = eventfd(0, EFD_CLOEXEC);
 	k.listen_fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);

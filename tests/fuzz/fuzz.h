@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/util.h"
 
@@ -58,6 +59,17 @@ static inline u32 fuzz_u32(struct fuzz_in *in)
 
 	fuzz_take(in, &v, sizeof(v));
 	return v;
+}
+
+/** fuzz_tmp() - where a target may make files; a run that crashes leaves them, so that
+ * tools/check-fuzz says where */
+static inline const char *fuzz_tmp(void)
+{
+	const char *dir = getenv("FUZZ_TMP");
+
+	if (dir)
+		return dir;
+	return access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm";
 }
 
 /** fuzz_file() - the bytes as a file without a name; Return: its path, valid until the

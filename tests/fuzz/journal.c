@@ -87,8 +87,7 @@ static void make_first(void)
 	ssize_t n;
 	int fd;
 
-	snprintf(dir, sizeof(dir), "%s/kvt-fuzz-XXXXXX",
-		 access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm");
+	snprintf(dir, sizeof(dir), "%s/kvt-fuzz-XXXXXX", fuzz_tmp());
 	pool = aligned_alloc(4096, POOL_BYTES);
 	FUZZ_CHECK(mkdtemp(dir) && pool);
 	atexit(clean_up);

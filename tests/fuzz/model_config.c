@@ -99,8 +99,7 @@ static void write_config(const void *text, size_t bytes)
 	FILE *f;
 
 	if (!dir[0]) {
-		snprintf(dir, sizeof(dir), "%s/kvt-fuzz-XXXXXX",
-			 access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm");
+		snprintf(dir, sizeof(dir), "%s/kvt-fuzz-XXXXXX", fuzz_tmp());
 		FUZZ_CHECK(mkdtemp(dir));
 		atexit(clean_up);
 	}
