@@ -18,11 +18,11 @@ static bool insists(const struct kvd_session *s, u64 now_ns)
 }
 
 /* NULL: somebody may be getting on. A session that holds pages and was not refused may be
- * at work on them. */
+ * at work on them. One alone that insists competes with nobody. */
 static struct kvd_session *choose(struct kvd_core *core, const struct kvd_domain *d)
 {
 	struct kvd_session *s, *first = NULL;
-	u32 most = 0, nr;
+	u32 most = 0, nr, insisting = 0;
 
 	list_for_each_entry (s, &core->sessions, node) {
 		if (s->tenant->domain != d)
@@ -35,13 +35,14 @@ static struct kvd_session *choose(struct kvd_core *core, const struct kvd_domain
 		}
 		if (!insists(s, core->mm.now_ns))
 			continue;
+		insisting++;
 		if (first &&
 		    (nr < most || (nr == most && s->stalled_ns >= first->stalled_ns)))
 			continue;
 		first = s;
 		most = nr;
 	}
-	return first;
+	return insisting > 1 || KV_MUTANT(turn_alone) ? first : NULL;
 }
 
 static void turn_give(struct kvd_core *core, struct kvd_domain *d, struct kvd_session *s)
@@ -67,9 +68,12 @@ void kvd_turn_refused(struct kvd_session *s)
 	u64 now_ns = core->mm.now_ns;
 	struct kvd_session *first;
 
-	if ((now_ns - d->served_ns < KVD_TURN_STUCK_NS &&
-	     d->steps_back < KVD_TURN_BACKS) ||
-	    KV_MUTANT(no_turn))
+	bool recent = now_ns - d->served_ns < KVD_TURN_STUCK_NS;
+
+	/* A refusal in a domain that has been idle says nothing yet: it must last. */
+	if (now_ns - s->stalled_ns < KVD_TURN_STUCK_NS)
+		recent = true;
+	if ((recent && d->steps_back < KVD_TURN_BACKS) || KV_MUTANT(no_turn))
 		return;
 	if (d->turn) {
 		if (!d->turn->stalled || (insists(d->turn, now_ns) &&

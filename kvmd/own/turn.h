@@ -4,13 +4,15 @@
  *
  * Engines that share a pool can each hold a part of it and want more: each is refused, each
  * gives back and takes again, and none ever has enough. The signs: every session of the
- * domain that holds pages is refused, and either nobody was served for KVD_TURN_STUCK_NS or
+ * domain that holds pages is refused, and either nobody was served for KVD_TURN_STUCK_NS,
+ * in which the session that asks was refused all the time, or
  * KVD_TURN_BACKS refused ones have given back since a session last gave pages back without
  * having been refused - since a request came to its end. Then one of them has the turn: who
  * holds most, among these who is refused longest. What comes back is its alone, the others
  * are told KV_FULL, until it comes to an end of something, ends itself, stops asking, or is
  * refused for KVD_TURN_MAX_NS. So as long as those that are refused give back, one request
- * in a domain always gets to its end. A tenant below its min is served in anybody's turn.
+ * in a domain always gets to its end. One session alone that is refused has nobody to
+ * compete with and gets no turn. A tenant below its min is served in anybody's turn.
  * Loop thread only.
  */
 #ifndef KVD_TURN_H

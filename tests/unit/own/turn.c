@@ -211,4 +211,32 @@ KVT_TEST(turn_goes_round)
 	rig_fini(&r);
 }
 
+/* One engine fills the pool, is refused for long and gives half of it back: what is free is
+ * there for the next one, at once. */
+KVT_TEST(no_turn_for_one_alone)
+{
+	struct kvd_session *s, *s2;
+	struct kvd_attach *a, *b;
+	struct kv_grant g[32], h;
+	struct kvd_tenant *t;
+
+	rig_init(&r, 4, 8);
+	t = rig_tenant(&r, r.red, "t", 0, 0);
+	a = rig_client(&r, t, &s);
+	for (u32 i = 0; i < 30; i++) {
+		KVT_EXPECT(rig_alloc(s, a, 64, KV_GFP_NOWAIT, g) > 0);
+		kvd_core_now(&r.core, r.now += 10000000);
+		kvd_core_run(&r.core);
+	}
+	KVT_EXPECT_EQ(rig_alloc(s, a, 32, KV_GFP_NOWAIT, g), 0);
+	KVT_EXPECT_EQ(rig_alloc(s, a, 1, KV_GFP_NOWAIT, &h), KV_FULL);
+	for (u32 i = 0; i < 16; i++)
+		KVT_EXPECT_EQ(rig_free1(s, a, g[i]), 0);
+	rig_run(&r);
+	b = rig_client(&r, t, &s2);
+	KVT_EXPECT_EQ(rig_alloc(s2, b, 1, KV_GFP_NOWAIT, &h), 0);
+	rig_audit(&r);
+	rig_fini(&r);
+}
+
 KVT_MAIN()
