@@ -383,20 +383,8 @@ static int parse_pool_field(struct cfg_parser *p, const cJSON *item)
 static int parse_pool(struct cfg_parser *p, const cJSON *object)
 {
 	static const char *const known[] = {"extent", "idle_shrink_ms", NULL};
-	const cJSON *item;
-	int r = cfg_check_fields(p, object, known);
 
-	if (r)
-		return r;
-	cJSON_ArrayForEach(item, object)
-	{
-		json_path_push_key(&p->path, item->string);
-		r = parse_pool_field(p, item);
-		if (r)
-			return r;
-		json_path_pop(&p->path);
-	}
-	return 0;
+	return cfg_each_field(p, object, known, parse_pool_field);
 }
 
 static int parse_root_field(struct cfg_parser *p, const cJSON *item)

@@ -89,34 +89,14 @@ static int dram_field(struct cfg_parser *p, const cJSON *item)
 	return tier_size(p, item, &p->config->tiers.dram_bytes);
 }
 
-static int parse_fields(struct cfg_parser *p, const cJSON *object,
-			const char *const *known,
-			int (*field)(struct cfg_parser *p, const cJSON *item))
-{
-	const cJSON *item;
-	int r = cfg_check_fields(p, object, known);
-
-	if (r)
-		return r;
-	cJSON_ArrayForEach(item, object)
-	{
-		json_path_push_key(&p->path, item->string);
-		r = field(p, item);
-		if (r)
-			return r;
-		json_path_pop(&p->path);
-	}
-	return 0;
-}
-
 static int parse_tier(struct cfg_parser *p, const cJSON *object)
 {
 	static const char *const dram_known[] = {"size", NULL};
 	static const char *const nvme_known[] = {"path",       "size",	  "depth",
 						 "write_from", "read_ms", NULL};
 	bool nvme = !strcmp(object->string, "nvme");
-	int r = parse_fields(p, object, nvme ? nvme_known : dram_known,
-			     nvme ? nvme_field : dram_field);
+	int r = cfg_each_field(p, object, nvme ? nvme_known : dram_known,
+			       nvme ? nvme_field : dram_field);
 
 	if (r)
 		return r;
@@ -130,7 +110,7 @@ static int parse_tier(struct cfg_parser *p, const cJSON *object)
 int cfg_parse_tiers(struct cfg_parser *p, const cJSON *object)
 {
 	static const char *const known[] = {"dram", "nvme", NULL};
-	int r = parse_fields(p, object, known, parse_tier);
+	int r = cfg_each_field(p, object, known, parse_tier);
 
 	if (r)
 		return r;

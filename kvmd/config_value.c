@@ -74,6 +74,25 @@ int cfg_check_fields(struct cfg_parser *p, const cJSON *object, const char *cons
 	return 0;
 }
 
+int cfg_each_field(struct cfg_parser *p, const cJSON *object, const char *const *known,
+		   int (*field)(struct cfg_parser *p, const cJSON *item))
+{
+	const cJSON *item;
+	int r = cfg_check_fields(p, object, known);
+
+	if (r)
+		return r;
+	cJSON_ArrayForEach(item, object)
+	{
+		json_path_push_key(&p->path, item->string);
+		r = field(p, item);
+		if (r)
+			return r;
+		json_path_pop(&p->path);
+	}
+	return 0;
+}
+
 /* ------------------------------------------------------------------ scalars */
 
 int cfg_get_size(struct cfg_parser *p, const cJSON *item, u64 *ret)

@@ -36,6 +36,11 @@ int cfg_fail_at(struct cfg_parser *p, const char *key, const cJSON *item,
  * once */
 int cfg_check_fields(struct cfg_parser *p, const cJSON *object, const char *const *known);
 
+/** cfg_each_field() - cfg_check_fields(), then @field for each with the path at it. Return:
+ * 0; what the first @field that fails answers */
+int cfg_each_field(struct cfg_parser *p, const cJSON *object, const char *const *known,
+		   int (*field)(struct cfg_parser *p, const cJSON *item));
+
 /** cfg_get_size() - bytes: a whole number or text like "4GiB" */
 int cfg_get_size(struct cfg_parser *p, const cJSON *item, u64 *ret);
 
