@@ -374,6 +374,7 @@ static u64 next_deadline(struct kvd *kvd)
 	u64 deadline = KV_MIN(KV_MIN(kvd->tick_ns, kvd->core_next_ns),
 			      KV_MIN(kvd->proof.next_ns, kvd->moving.next_ns));
 
+	deadline = KV_MIN(deadline, kvd_listen_next_ns(&kvd->engine_listen));
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns ||
 	    kvd->tiering.more || kvd->nr_closing || kvd->audit_left)
 		return 0;
@@ -431,6 +432,7 @@ int kvd_turn(struct kvd *kvd)
 	kvd_tiering_turn(kvd);
 	if (kvd->requests.nr_parked)
 		kvd_serve_parked(kvd);
+	kvd_listen_turn(&kvd->engine_listen);
 	if (kvd->now_ns >= kvd->tick_ns)
 		tick(kvd);
 	if (kvd->audit_left)

@@ -16,6 +16,8 @@
 	X(spins)                \
 	X(connections)          \
 	X(connections_refused)  \
+	X(connections_delayed)  \
+	X(connections_too_fast) \
 	X(messages_in)          \
 	X(messages_out)         \
 	X(protocol_faults)      \

@@ -173,6 +173,8 @@ int kvd_admin_vmstat(struct kvd_admin_call *call)
 	kvd_admin_u64(out, "full_refusals", full);
 	kvd_admin_u64(out, "turns", core->nr_turns);
 	kvd_admin_u64(out, "left_pages", core->nr_left_pages);
+	kvd_admin_u64(out, "connections_delayed", kvd_stats.connections_delayed);
+	kvd_admin_u64(out, "connections_too_fast", kvd_stats.connections_too_fast);
 	kvd_admin_u64(out, "grace_epoch", core->mm.grace.epoch);
 	kvd_admin_u64(out, "uptime_ms",
 		      (call->kvd->now_ns - call->kvd->started_ns) / 1000000);

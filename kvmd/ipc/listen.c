@@ -48,12 +48,78 @@ static void refuse_one(struct kvd_listen *l)
 	kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
 }
 
-static void listen_ready(void *arg, u32 events)
-{
-	struct kvd_listen *l = arg;
-	int i, fd;
+/* ------------------------------------------------------------------- paces */
 
-	for (i = 0; i < ACCEPT_BATCH; i++) {
+static u32 nr_waiting_of(const struct kvd_listen *l, u32 uid)
+{
+	u32 i, nr = 0;
+
+	for (i = 0; i < l->nr_waiting; i++)
+		nr += l->waiting[i].uid == uid;
+	return nr;
+}
+
+static bool uid_of(int fd, u32 *ret_uid)
+{
+	struct ucred cred;
+	socklen_t len = sizeof(cred);
+
+	if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &cred, &len))
+		return false;
+	*ret_uid = cred.uid;
+	return true;
+}
+
+/* Return: false: its uid is too fast, and the connection waits or is over. */
+static bool admit(struct kvd_listen *l, int fd)
+{
+	u32 uid, nr;
+
+	if (!l->paced || !uid_of(fd, &uid)) {
+		l->accepted(l->kvd, fd);
+		return true;
+	}
+	nr = nr_waiting_of(l, uid);
+	/* not before those of its uid that came earlier */
+	if (!nr && kvd_pace_take(&l->pace, uid, l->kvd->now_ns)) {
+		l->accepted(l->kvd, fd);
+		return true;
+	}
+	if (nr == KVD_WAITING_UID_MAX || l->nr_waiting == KVD_WAITING_MAX) {
+		kvd_stats.connections_refused++;
+		kvd_stats.connections_too_fast++;
+		kvd_warn("ipc/listen", "uid %u connects too fast: refused", uid);
+		close(fd);
+		return false;
+	}
+	kvd_stats.connections_delayed++;
+	l->waiting[l->nr_waiting].fd = fd;
+	l->waiting[l->nr_waiting++].uid = uid;
+	return false;
+}
+
+/* Those who may go now. A uid whose oldest one may not has spent all it had. */
+static void waiting_release(struct kvd_listen *l)
+{
+	u32 i, kept = 0, nr = l->nr_waiting;
+
+	for (i = 0; i < nr; i++) {
+		if (kvd_pace_take(&l->pace, l->waiting[i].uid, l->kvd->now_ns))
+			l->accepted(l->kvd, l->waiting[i].fd);
+		else
+			l->waiting[kept++] = l->waiting[i];
+	}
+	l->nr_waiting = kept;
+}
+
+/* Return: whether all who came were let in. */
+static bool accept_some(struct kvd_listen *l, u32 nr_max)
+{
+	bool all = true;
+	u32 i;
+	int fd;
+
+	for (i = 0; i < nr_max; i++) {
 		errno = EMFILE; /* a sweep is steered through the admin socket: never
 				   there */
 		fd = l == &l->kvd->engine_listen && kvd_fault(KVD_FAULT_accept)
@@ -61,14 +127,43 @@ static void listen_ready(void *arg, u32 events)
 			     : accept4(l->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
 		if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {
 			refuse_one(l);
-			return;
+			break;
 		}
 		if (fd < 0)
-			return;
+			break;
 		kvd_stats.connections++;
-		l->accepted(l->kvd, fd);
+		all &= admit(l, fd);
 	}
+	return all;
 }
+
+static void listen_ready(void *arg, u32 events)
+{
+	struct kvd_listen *l = arg;
+
+	if (accept_some(l, ACCEPT_BATCH))
+		return;
+	kvd_loop_del(l->kvd->loop, &l->watch);
+	l->again_ns = l->kvd->now_ns + KVD_PAUSE_NS;
+}
+
+void kvd_listen_turn(struct kvd_listen *l)
+{
+	bool all;
+
+	if (!l->again_ns || l->kvd->now_ns < l->again_ns)
+		return;
+	waiting_release(l);
+	all = accept_some(l, KVD_PAUSE_BATCH);
+	if (!all || l->nr_waiting) {
+		l->again_ns = l->kvd->now_ns + KVD_PAUSE_NS;
+		return;
+	}
+	l->again_ns = 0;
+	kvd_listen_tick(l);
+}
+
+/* ----------------------------------------------------------------- the path */
 
 static int path_connect(const struct sockaddr_un *addr, int type)
 {
@@ -170,6 +265,7 @@ serve:
 	l->watch.events = KVD_LOOP_IN;
 	l->watch.ready = listen_ready;
 	l->watch.arg = l;
+	l->paced = l == &kvd->engine_listen;
 	r = kvd_loop_add(kvd->loop, &l->watch);
 	if (!r)
 		return 0;
@@ -186,7 +282,7 @@ out:
 
 void kvd_listen_tick(struct kvd_listen *l)
 {
-	if (l->fd >= 0 && !l->watch.id)
+	if (l->fd >= 0 && !l->watch.id && !l->again_ns)
 		kvd_loop_add(l->kvd->loop, &l->watch);
 }
 
@@ -199,6 +295,9 @@ void kvd_listen_close(struct kvd_listen *l)
 	kvd_loop_del(l->kvd->loop, &l->watch);
 	close(l->fd);
 	l->fd = -1;
+	while (l->nr_waiting)
+		close(l->waiting[--l->nr_waiting].fd);
+	l->again_ns = 0;
 	if (!lstat(l->path, &st) && st.st_ino == l->inode)
 		unlink(l->path);
 }

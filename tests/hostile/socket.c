@@ -289,6 +289,48 @@ static void connection_flood(const struct scene *sc)
 	KVT_EXPECT_EQ(ipc_wait(other), 0);
 }
 
+static void churn(const struct scene *sc, u64 end_ns)
+{
+	while (kv_now_ns() < end_ns)
+		close(raw_connect(&sc->d));
+}
+
+/* Three processes connect and leave without end: others get in within a second, and those
+ * who do it are told of in the counters. */
+static void connection_churn(const struct scene *sc)
+{
+	u64 start_ns = kv_now_ns(), took_ns;
+	char *stat;
+	int when[2];
+	pid_t other;
+
+	KVT_EXPECT(!pipe(when));
+	for (u32 i = 0; i < 3; i++)
+		if (!fork()) {
+			become(ATTACKER_UID);
+			churn(sc, start_ns + 1500000000ull);
+			_exit(0);
+		}
+	usleep(500000); /* what they may do at once is over */
+	for (u32 i = 0; i < 5; i++) {
+		took_ns = kv_now_ns();
+		other = fork();
+		if (!other)
+			_exit(get_in(sc, when[0]));
+		KVT_EXPECT_EQ(write(when[1], "!", 1), 1);
+		KVT_EXPECT_EQ(ipc_wait(other), 0);
+		took_ns = kv_now_ns() - took_ns;
+		if (took_ns > 1000000000ull)
+			KVT_FAIL("%.0f ms to get in", (double)took_ns / 1e6);
+	}
+	stat = ipc_admin(&sc->d, "{\"op\":\"vmstat\"}");
+	KVT_EXPECT(strstr(stat, "\"connections_too_fast\":") &&
+		   !strstr(stat, "\"connections_too_fast\":0"));
+	free(stat);
+	while (wait(NULL) > 0)
+		;
+}
+
 static void never_reads(const struct scene *sc)
 {
 	struct kv_msg_pool_open open_msg = {.msg = {.magic = KV_MSG_MAGIC,
@@ -410,6 +452,7 @@ const struct attack attacks_socket[] = {
 	{"100 x 16 descriptors", "closed, hang-up", descriptors},
 	{"250 descriptors of sockets", "closed, hang-up", descriptor_bomb},
 	{"1,500 connections of one uid", "others get in", connection_flood},
+	{"connections without end", "slowed down, others get in", connection_churn},
 	{"20,000 requests, no reply read", "dropped or paused", never_reads},
 	{"a layout of 2^32 layers", "refused", layout_of_4_billion_layers},
 	{"a layout without tokens", "refused", layout_without_tokens},
