@@ -15,7 +15,7 @@
 #include "base/util.h"
 
 #define KVD_PACE_BURST	 512u
-#define KVD_PACE_EACH_NS 4000000ull /* 250 a second */
+#define KVD_PACE_EACH_NS 8000000ull /* 125 a second */
 #define KVD_PACE_UIDS	 64u
 
 /**
