@@ -30,8 +30,46 @@
 	kernel<<<(grid), (block), 0, (cudaStream_t)(stream)>>>(args)
 #define DEV_LAUNCH_SHARED(kernel, grid, block, bytes, stream, args) \
 	kernel<<<(grid), (block), (bytes), (cudaStream_t)(stream)>>>(args)
+/* A kernel that may begin before the one in front of it in the stream has ended: it must
+ * call ptx_grid_wait() (dev_grid_wait()) before it touches what that one reads or writes. */
+#define DEV_LAUNCH_EARLY(kernel, grid, block, stream, ...) \
+	dev_launch_early(kernel, grid, block, stream, __VA_ARGS__)
 #define DEV_DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
 #endif
+
+#ifdef __CUDACC__
+template <class K, class... A>
+static inline void dev_launch_early(K kernel, dim3 grid, dim3 block, kvk_stream stream,
+				    const A &...args)
+{
+	cudaLaunchAttribute attr[1] = {};
+	cudaLaunchConfig_t cfg = {};
+
+	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr[0].val.programmaticStreamSerializationAllowed = 1;
+	cfg.gridDim = grid;
+	cfg.blockDim = block;
+	cfg.stream = (cudaStream_t)stream;
+	cfg.attrs = attr;
+	cfg.numAttrs = 1;
+	(void)cudaLaunchKernelEx(&cfg, kernel, args...); /* dev_launched() tells */
+}
+#endif
+
+/* For kernels of DEV_LAUNCH_EARLY(): let the next one begin; wait for the one in front. */
+KVK_DEV void dev_grid_launch(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+	asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+KVK_DEV void dev_grid_wait(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+	asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 /* 0, or -EIO when the launch before it failed. */
 static inline int dev_launched(void)

@@ -4,6 +4,7 @@
  * f32 arithmetic; sums in a fixed order.
  */
 #include <errno.h>
+#include "dev.cuh"
 #include "fp8.h"
 #include "moe_cuda.h"
 #include "moe_ptx.cuh"
@@ -90,6 +91,120 @@ __global__ void __launch_bounds__(NORM_THREADS)
 	}
 }
 
+/*
+ * The same for BF16 rows of whole, aligned groups of eight, a group or a few per thread: one trip
+ * to memory. The weights do not wait for the kernel in front.
+ */
+template <uint32_t N>
+__global__ void __launch_bounds__(1024)
+	norm_bf16_kernel(const struct kvk_norm_args a, uint64_t x_stride,
+			 uint64_t y_stride)
+{
+	const uint64_t row = blockIdx.x;
+	const uint32_t groups = a.cols / 8, warps = blockDim.x / 32;
+	__shared__ float part[32];
+	float v[N][8], w[N][8], sum = 0.0f, inv;
+	uint4 x[N], r[N];
+
+	ptx_grid_launch();
+#pragma unroll
+	for (uint32_t j = 0; j < N; j++) {
+		const uint32_t c = threadIdx.x + j * blockDim.x;
+		const float4 *from = (const float4 *)a.weight + (c < groups ? c : 0) * 2;
+
+		*(float4 *)&w[j][0] = from[0];
+		*(float4 *)&w[j][4] = from[1];
+	}
+	ptx_grid_wait();
+#pragma unroll
+	for (uint32_t j = 0; j < N; j++) {
+		const uint32_t c = threadIdx.x + j * blockDim.x;
+		const bool in = c < groups;
+
+		x[j] = r[j] = make_uint4(0, 0, 0, 0);
+		if (in)
+			x[j] = ((const uint4 *)((const uint16_t *)a.x +
+						row * x_stride))[c];
+		if (in && a.residual)
+			r[j] = ((const uint4 *)((const uint16_t *)a.residual +
+						row * a.cols))[c];
+	}
+#pragma unroll
+	for (uint32_t j = 0; j < N; j++) {
+		const uint32_t c = threadIdx.x + j * blockDim.x;
+		const uint32_t xs[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
+		uint32_t rs[4] = {r[j].x, r[j].y, r[j].z, r[j].w};
+
+#pragma unroll
+		for (uint32_t i = 0; i < 4; i++) {
+			float lo = kvk_bf16_to_f32((uint16_t)xs[i]);
+			float hi = kvk_bf16_to_f32((uint16_t)(xs[i] >> 16));
+
+			if (a.residual) {
+				/* the norm reads what is stored, rounded */
+				rs[i] = kvk_f32_to_bf16(
+						lo + kvk_bf16_to_f32((uint16_t)rs[i])) |
+					(uint32_t)kvk_f32_to_bf16(
+						hi +
+						kvk_bf16_to_f32((uint16_t)(rs[i] >> 16)))
+						<< 16;
+				lo = kvk_bf16_to_f32((uint16_t)rs[i]);
+				hi = kvk_bf16_to_f32((uint16_t)(rs[i] >> 16));
+			}
+			v[j][2 * i] = lo;
+			v[j][2 * i + 1] = hi;
+			sum += lo * lo + hi * hi;
+		}
+		if (a.residual && c < groups)
+			((uint4 *)((uint16_t *)a.residual + row * a.cols))[c] =
+				make_uint4(rs[0], rs[1], rs[2], rs[3]);
+	}
+	for (int i = 16; i; i /= 2)
+		sum += __shfl_xor_sync(~0u, sum, i);
+	if (threadIdx.x % 32 == 0)
+		part[threadIdx.x / 32] = sum;
+	__syncthreads();
+	sum = 0.0f;
+	for (uint32_t i = 0; i < warps; i++)
+		sum += part[i];
+	inv = 1.0f / sqrtf(sum / (float)a.cols + a.eps);
+#pragma unroll
+	for (uint32_t j = 0; j < N; j++) {
+		const uint32_t c = threadIdx.x + j * blockDim.x;
+		uint32_t out[4];
+
+#pragma unroll
+		for (uint32_t i = 0; i < 4; i++)
+			out[i] = kvk_f32_to_bf16(v[j][2 * i] * inv * w[j][2 * i]) |
+				 (uint32_t)kvk_f32_to_bf16(v[j][2 * i + 1] * inv *
+							   w[j][2 * i + 1])
+					 << 16;
+		if (c < groups)
+			((uint4 *)((uint16_t *)a.y + row * y_stride))[c] =
+				make_uint4(out[0], out[1], out[2], out[3]);
+	}
+}
+
+/* true: launched. */
+static bool norm_bf16(const struct kvk_norm_args *a, uint64_t xs, uint64_t ys,
+		      kvk_stream stream)
+{
+	const uint32_t groups = a->cols / 8, per = (groups + 1023) / 1024;
+	const uint32_t threads = ((groups + per - 1) / per + 31) / 32 * 32;
+
+	if (a->act_dtype != KVK_BF16 || a->cols % 8 || xs % 8 || ys % 8 || per > 2 ||
+	    !dev_aligned(a->x, 16) || !dev_aligned(a->residual, 16) ||
+	    !dev_aligned(a->y, 16) || !dev_aligned(a->weight, 16))
+		return false;
+	if (per == 1)
+		DEV_LAUNCH_EARLY(norm_bf16_kernel<1>, a->nr_rows, threads, stream, *a, xs,
+				 ys);
+	else
+		DEV_LAUNCH_EARLY(norm_bf16_kernel<2>, a->nr_rows, threads, stream, *a, xs,
+				 ys);
+	return true;
+}
+
 static bool act_ok(uint32_t dtype)
 {
 	return dtype == KVK_F32 || dtype == KVK_BF16;
@@ -107,6 +222,8 @@ int kvk_norm_cuda(const struct kvk_norm_args *a, kvk_stream stream)
 		return -EINVAL;
 	if (!a->nr_rows)
 		return 0;
+	if (norm_bf16(a, xs, ys, stream))
+		return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
 	if (a->cols <= NORM_THREADS)
 		norm_kernel<1><<<a->nr_rows, NORM_THREADS, 0, s>>>(*a, xs, ys);
 	else if (a->cols <= NORM_THREADS * 4)
@@ -173,7 +290,7 @@ int kvk_rope_cuda(const struct kvk_rope_args *a, kvk_stream stream)
 		return -EINVAL;
 	if (!units)
 		return 0;
-	rope_kernel<<<(uint32_t)((units + 7) / 8), 256, 0, (cudaStream_t)stream>>>(*a);
+	DEV_LAUNCH_EARLY(rope_kernel, (uint32_t)((units + 7) / 8), 256, stream, *a);
 	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
 }
 
@@ -198,7 +315,7 @@ int kvk_silu_cuda(const struct kvk_silu_args *a, kvk_stream stream)
 		return -EINVAL;
 	if (!a->nr_tokens)
 		return 0;
-	silu_kernel<<<dim3((a->inter + 255) / 256, a->nr_tokens), 256, 0,
-		      (cudaStream_t)stream>>>(*a);
+	DEV_LAUNCH_EARLY(silu_kernel, dim3((a->inter + 255) / 256, a->nr_tokens), 256,
+			 stream, *a);
 	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
 }

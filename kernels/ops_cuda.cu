@@ -8,11 +8,18 @@
  */
 #include "kernels/attn_cuda.h"
 #include "kernels/dev.cuh"
+#include "kernels/linear_mid.h"
 #include "kernels/linear_tiled.h"
 #include "kernels/moe_cuda.h"
 
 /* From here on tiles are better than reading W again for every 32 tokens; same bits. */
-#define LINEAR_FEW 32u
+#define LINEAR_FEW	  32u
+/* W so small that it stays in L2 while it is read once for each 16 tokens: better than tiles
+ * that are too few for the SMs. Tokens of one call of linear_few.cu. */
+#define LINEAR_FEW_ROWS	  4096u
+#define LINEAR_FEW_COLS	  1024u
+#define LINEAR_FEW_TOKENS 16u
+#define LINEAR_MID	  64u
 
 static int attn_check(const struct kvk_attn_args *a)
 {
@@ -75,8 +82,48 @@ static int moe_int4(const struct kvk_moe_args *a, kvk_stream stream)
 	return hopper_code ? kvk_moe_int4_cuda(a, stream) : -EINVAL;
 }
 
+/* Some tokens after the others; every token is computed by itself, so the bits are the same. */
+static int linear_by_16(const struct kvk_linear_args *a, kvk_stream stream)
+{
+	const u64 xs = a->x_stride ? a->x_stride : (u64)a->nr_batch * a->w.cols;
+	const u64 ys = a->y_stride ? a->y_stride : (u64)a->nr_batch * a->w.rows;
+	int r = 0;
+
+	for (u32 t = 0; t < a->nr_tokens && !r; t += LINEAR_FEW_TOKENS) {
+		struct kvk_linear_args part = *a;
+
+		part.nr_tokens = KV_MIN(a->nr_tokens - t, LINEAR_FEW_TOKENS);
+		part.x = (const u16 *)a->x + t * xs;
+		part.y = (u8 *)a->y + t * ys * (a->y_dtype == KVK_F32 ? 4 : 2);
+		r = kvk_linear_cuda(&part, stream);
+	}
+	return r;
+}
+
+static bool linear_is_mid(const struct kvk_linear_args *a)
+{
+	return a->nr_tokens > LINEAR_FEW_TOKENS && a->nr_tokens <= LINEAR_MID &&
+	       a->nr_batch == 1 && a->x_dtype == KVK_BF16 && a->w.dtype == KVK_BF16 &&
+	       a->w.rows <= LINEAR_FEW_ROWS && a->w.cols >= LINEAR_FEW_COLS && a->x &&
+	       a->y;
+}
+
+/* What kvk_linear_cuda() refuses, kvk_linear_mid_ok() apart. */
+static bool linear_dense(const struct kvk_linear_args *a)
+{
+	const u64 xs = (u64)a->nr_batch * a->w.cols, ys = (u64)a->nr_batch * a->w.rows;
+
+	return a->y && (!a->x_stride || a->x_stride >= xs) &&
+	       (!a->y_stride || a->y_stride >= ys) && (!a->bias || a->nr_batch == 1) &&
+	       (a->y_dtype == KVK_F32 || a->y_dtype == KVK_BF16);
+}
+
 static int linear(const struct kvk_linear_args *a, kvk_stream stream)
 {
+	if (hopper_code && kvk_linear_mid_ok(a) && linear_dense(a))
+		return kvk_linear_mid_cuda(a, stream);
+	if (hopper_code && linear_is_mid(a))
+		return linear_by_16(a, stream);
 	if (a->nr_tokens > LINEAR_FEW && kvk_linear_tiled_ok(a))
 		return kvk_linear_tiled_cuda(a, stream);
 	return kvk_linear_cuda(a, stream);

@@ -26,8 +26,7 @@ struct move_params {
 	struct kvk_move_args a;
 	u64 bytes; /* of a page */
 	u32 off;
-	u32 vec;   /* CONVERT */
-	u32 shape; /* CONVERT: enum fast_shape */
+	u32 vec; /* CONVERT */
 	u32 crc_const;
 	u32 x2n[32]; /* x^(2^k) mod the polynomial */
 };
@@ -246,16 +245,16 @@ KVK_DEV void convert_fast(const struct move_params &p, u32 layer, u32 first, u32
 	}
 }
 
-template <bool TOKEN>
+template <u32 SHAPE, bool TOKEN>
 KVK_DEV void convert_shape(const struct move_params &p, u32 layer, u32 n, const u8 *in,
 			   u8 *out)
 {
 	const u32 nr = dev_nr_planes(&p.a.dst.layout);
 
-	if (p.shape == FAST_MLA) {
+	if (SHAPE == FAST_MLA) {
 		convert_fast<32, 2, 4, TOKEN>(p, layer, 0, 1, n, in, out);
 		convert_fast<8, 1, 2, TOKEN>(p, layer, 1, 2, n, in, out);
-	} else if (p.shape == FAST_GQA64) {
+	} else if (SHAPE == FAST_GQA64) {
 		convert_fast<8, 1, 4, TOKEN>(p, layer, 0, nr, n, in, out);
 	} else {
 		convert_fast<16, 1, 4, TOKEN>(p, layer, 0, nr, n, in, out);
@@ -282,6 +281,7 @@ KVK_DEV void convert_any(const struct move_params &p, u32 layer, u32 n, const u8
 }
 
 /* One layer of one page: what append would have written for the same BF16 values. */
+template <u32 SHAPE, bool TOKEN>
 KVK_DEV void convert_layer(const struct move_params &p, u32 layer, const u8 *src, u8 *dst,
 			   u32 n)
 {
@@ -289,12 +289,10 @@ KVK_DEV void convert_layer(const struct move_params &p, u32 layer, const u8 *src
 	const u8 *in = src + (u64)layer * kv_layer_stride(&p.a.src.layout);
 	u8 *out = dst + (u64)layer * kv_layer_stride(&to);
 
-	if (p.shape == FAST_NONE)
+	if (SHAPE == FAST_NONE)
 		convert_any(p, layer, n, in, out);
-	else if (to.scale_kind == KV_SCALE_TOKEN)
-		convert_shape<true>(p, layer, n, in, out);
 	else
-		convert_shape<false>(p, layer, n, in, out);
+		convert_shape<SHAPE, TOKEN>(p, layer, n, in, out);
 	/* what no slot holds becomes zero, the padding too */
 	for (u32 at = threadIdx.x + (n < KV_PAGE_TOKENS ? 0 : kv_layer_bytes(&to));
 	     at < kv_layer_stride(&to); at += MOVE_THREADS)
@@ -302,7 +300,9 @@ KVK_DEV void convert_layer(const struct move_params &p, u32 layer, const u8 *src
 			out[at] = 0;
 }
 
-__global__ void __launch_bounds__(MOVE_THREADS)
+/* All CTAs of the grid on the SMs at once: a second round would be one of few. */
+template <u32 SHAPE, bool TOKEN>
+__global__ void __launch_bounds__(MOVE_THREADS, 4)
 	convert_kernel(const __grid_constant__ struct move_params p)
 {
 	const u32 nr_layers = p.a.dst.layout.nr_layers;
@@ -314,8 +314,8 @@ __global__ void __launch_bounds__(MOVE_THREADS)
 		u8 *dst = move_page(p, i, true);
 
 		if (src && dst)
-			convert_layer(p, (u32)(item % nr_layers), src, dst,
-				      move_tokens(p, i));
+			convert_layer<SHAPE, TOKEN>(p, (u32)(item % nr_layers), src, dst,
+						    move_tokens(p, i));
 	}
 }
 
@@ -491,6 +491,28 @@ static void crc_params(struct move_params *p)
 	p->crc_const = ~crc_mul(crc_power(p->x2n, p->bytes), 0xffffffffu);
 }
 
+template <bool TOKEN>
+static void convert_launch(const struct move_params &p, kvk_stream stream)
+{
+	switch (fast_shape_of(&p.a.dst.layout)) {
+	case FAST_MLA:
+		DEV_LAUNCH((convert_kernel<FAST_MLA, TOKEN>), MOVE_CTAS, MOVE_THREADS,
+			   stream, p);
+		break;
+	case FAST_GQA64:
+		DEV_LAUNCH((convert_kernel<FAST_GQA64, TOKEN>), MOVE_CTAS, MOVE_THREADS,
+			   stream, p);
+		break;
+	case FAST_GQA128:
+		DEV_LAUNCH((convert_kernel<FAST_GQA128, TOKEN>), MOVE_CTAS, MOVE_THREADS,
+			   stream, p);
+		break;
+	default:
+		DEV_LAUNCH((convert_kernel<FAST_NONE, TOKEN>), MOVE_CTAS, MOVE_THREADS,
+			   stream, p);
+	}
+}
+
 int kvk_page_move_cuda(const struct kvk_move_args *a, kvk_stream stream)
 {
 	struct move_params p = {};
@@ -507,8 +529,10 @@ int kvk_page_move_cuda(const struct kvk_move_args *a, kvk_stream stream)
 			  : kv_page_bytes(&a->dst.layout);
 	if (a->op == KVK_MOVE_CONVERT) {
 		p.vec = plane_dims_vec(&a->dst.layout);
-		p.shape = fast_shape_of(&a->dst.layout);
-		DEV_LAUNCH(convert_kernel, MOVE_CTAS, MOVE_THREADS, stream, p);
+		if (a->dst.layout.scale_kind == KV_SCALE_TOKEN)
+			convert_launch<true>(p, stream);
+		else
+			convert_launch<false>(p, stream);
 	} else if (a->op == KVK_MOVE_CRC) {
 		crc_params(&p);
 		DEV_LAUNCH(crc_start_kernel, 8, MOVE_THREADS, stream, p);

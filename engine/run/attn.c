@@ -215,16 +215,20 @@ static int mla_project(struct eng_engine *e, const struct eng_layer *l)
 		.nr_rows = e->step.nr_tokens,
 		.cols = c->q_rank,
 	};
-	int rc = linear(e, &l->q_a, a->h, a->q_a, NULL);
+	int rc = eng_side_begin(e);
 
+	/* the key beside the query */
+	if (!rc)
+		rc = mla_key(e, l);
+	eng_side_end(e);
+	if (!rc)
+		rc = linear(e, &l->q_a, a->h, a->q_a, NULL);
 	if (!rc)
 		rc = eng_call_norm(e, &q_norm);
 	if (!rc)
 		rc = linear(e, &l->q_b, a->q_a, a->q, NULL);
 	if (!rc)
 		rc = rope(e, a->q, c->nr_q_heads, c->nope_dim + c->rope_dim, c->nope_dim);
-	if (!rc)
-		rc = mla_key(e, l);
 	return rc ? rc : mla_query(e, l);
 }
 

@@ -13,7 +13,8 @@
 #include <errno.h>
 #include <string.h>
 
-static bool check_is_on(const struct eng_engine *e)
+/** eng_check_is_on() - is there a mirror, and a check in each step? */
+bool eng_check_is_on(const struct eng_engine *e)
 {
 	return e->session.check_mode != KV_CHECK_OFF && !KV_MUTANT(no_check);
 }
@@ -38,14 +39,55 @@ void eng_check_prepare(struct eng_engine *e)
 	struct eng_step *s = &e->step;
 
 	memset(s->verdicts, 0, s->nr * sizeof(*s->verdicts));
-	if (!check_is_on(e))
+	if (!eng_check_is_on(e))
 		check_off(s);
 	else if (e->opt.inject)
 		eng_inject_block(e);
 }
 
-/** eng_check_launch() - mirror update and check. Return: 0; -errno of the kernel */
-int eng_check_launch(struct eng_engine *e)
+/*
+ * Block and rows from host memory, by a kernel in front of the check on its branch: read by every
+ * CTA of the check, a pinned block costs 10 us and more.
+ */
+static struct eng_piece rows_piece(struct eng_engine *e)
+{
+	struct eng_step *s = &e->step;
+
+	return (struct eng_piece){
+		.dst = eng_dev(e, s->rows),
+		.src = s->rows,
+		.count = &s->row_start[s->nr],
+		.bytes = s->cap_rows * sizeof(*s->rows),
+		.unit = sizeof(*s->rows),
+	};
+}
+
+static int fetch_block(struct eng_engine *e)
+{
+	struct eng_step *s = &e->step;
+	const struct kv_step_block *b = s->block;
+	struct eng_fetch_args a = {
+		.piece = {rows_piece(e),
+			  {.dst = eng_dev(e, s->block),
+			   .src = s->block,
+			   .count = &b->nr_entries,
+			   .bytes = s->block_bytes,
+			   .head = sizeof(*b),
+			   .unit = sizeof(struct kv_log_entry)}}, /* tags are smaller */
+		.nr = 2,
+		.side = true,
+	};
+
+	return e->mem->ops->fetch(e->mem, &a);
+}
+
+/**
+ * eng_check_launch() - mirror update and check
+ * @fetch: block and rows are still in host memory alone
+ *
+ * Return: 0; -errno of the kernel.
+ */
+int eng_check_launch(struct eng_engine *e, bool fetch)
 {
 	struct eng_step *s = &e->step;
 	struct kvk_tag_check_args a = {
@@ -67,13 +109,14 @@ int eng_check_launch(struct eng_engine *e)
 	};
 	int rc;
 
-	if (!check_is_on(e))
+	if (!eng_check_is_on(e))
 		return 0;
 	rc = e->mem->ops->fork(e->mem);
 	if (rc)
 		return rc;
 	s->forked = true;
-	return e->ops->tag_check(&a, e->mem->side);
+	rc = fetch ? fetch_block(e) : 0;
+	return rc ? rc : e->ops->tag_check(&a, e->mem->side);
 }
 
 /** eng_check_join() - what is queued from here on runs behind the check; a second call
@@ -84,6 +127,36 @@ int eng_check_join(struct eng_engine *e)
 		return 0;
 	e->step.forked = false;
 	return e->mem->ops->join(e->mem);
+}
+
+/**
+ * eng_side_begin() - what is queued from here to eng_side_end() runs beside what follows there
+ *
+ * Joined by eng_check_join(). A decode step's kernels are too small to fill a GPU. Elsewhere, and
+ * in steps of prompts, work stays in its place.
+ *
+ * Return: 0; -EIO.
+ */
+int eng_side_begin(struct eng_engine *e)
+{
+	int rc;
+
+	if (!e->step.bucket)
+		return 0;
+	rc = e->mem->ops->fork(e->mem);
+	if (rc)
+		return rc;
+	e->step.forked = true;
+	e->main = e->mem->stream;
+	e->mem->stream = e->mem->side;
+	return 0;
+}
+
+void eng_side_end(struct eng_engine *e)
+{
+	if (e->step.bucket && e->main)
+		e->mem->stream = e->main;
+	e->main = NULL;
 }
 
 static bool seq_passed(const struct eng_step *s, u32 i)
@@ -195,10 +268,44 @@ int eng_step_upload(struct eng_engine *e)
 	if (!rc)
 		rc = m->ops->upload(m, eng_dev(e, s->rows), s->rows,
 				    s->nr_rows * sizeof(*s->rows));
-	if (!rc && check_is_on(e))
+	if (!rc && eng_check_is_on(e))
 		rc = m->ops->upload(m, eng_dev(e, s->block), s->block,
 				    KV_MIN(block_used(s->block), s->block_bytes));
 	return rc;
+}
+
+/**
+ * eng_step_fetch() - what eng_step_upload() does but for the block, as a kernel of a graph
+ * @rows: the rows as well; else eng_check_launch() brings them
+ *
+ * Return: 0; -EIO.
+ */
+int eng_step_fetch(struct eng_engine *e, bool rows)
+{
+	struct eng_step *s = &e->step;
+	struct eng_fetch_args a = {
+		.piece = {{.dst = eng_dev(e, s->shared),
+			   .src = s->shared,
+			   .bytes = s->in_bytes},
+			  rows_piece(e)},
+		.nr = rows ? 2 : 1,
+	};
+
+	return e->mem->ops->fetch(e->mem, &a);
+}
+
+/** eng_step_give() - verdicts and results to the host, as a kernel of a graph. Return: 0; -EIO */
+int eng_step_give(struct eng_engine *e)
+{
+	struct eng_step *s = &e->step;
+	struct eng_fetch_args a = {
+		.piece = {{.dst = s->shared + s->out_first,
+			   .src = eng_dev(e, s->shared + s->out_first),
+			   .bytes = s->out_end - s->out_first}},
+		.nr = 1,
+	};
+
+	return e->mem->ops->fetch(e->mem, &a);
 }
 
 /** eng_step_download() - verdicts and results; waits for all of the step. Return: 0; -EIO:

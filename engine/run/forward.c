@@ -50,8 +50,8 @@ static int norm_residual(struct eng_engine *e, const float *weight, bool add_y)
 	return eng_call_norm(e, &n);
 }
 
-/* y (+)= down(silu(gate h) * up h) */
-static int mlp(struct eng_engine *e, const struct eng_mlp *m, bool accumulate)
+/* silu = silu(gate h) * up h */
+static int mlp_inner(struct eng_engine *e, const struct eng_mlp *m)
 {
 	struct kvk_silu_args silu = {
 		.gu = e->act.gu,
@@ -61,14 +61,18 @@ static int mlp(struct eng_engine *e, const struct eng_mlp *m, bool accumulate)
 		.act_dtype = e->mem->act_dtype,
 	};
 	struct eng_linear up = {.w = &m->gate_up, .x = e->act.h, .y = e->act.gu};
+	int rc = eng_call_linear(e, &up);
+
+	return rc ? rc : e->ops->silu(&silu, e->mem->stream);
+}
+
+/* y (+)= down silu */
+static int mlp_outer(struct eng_engine *e, const struct eng_mlp *m, bool accumulate)
+{
 	struct eng_linear down = {
 		.w = &m->down, .x = e->act.silu, .y = e->act.y, .accumulate = accumulate};
-	int rc;
 
-	rc = eng_call_linear(e, &up);
-	if (!rc)
-		rc = e->ops->silu(&silu, e->mem->stream);
-	return rc ? rc : eng_call_linear(e, &down);
+	return eng_call_linear(e, &down);
 }
 
 static int route(struct eng_engine *e, const struct eng_layer *l)
@@ -124,13 +128,23 @@ static int mlp_block(struct eng_engine *e, u32 layer)
 	const struct eng_layer *l = &e->w.layers[layer];
 	int rc;
 
-	if (!l->is_moe)
-		return mlp(e, &l->dense, false);
-	rc = route(e, l);
+	if (!l->is_moe) {
+		rc = mlp_inner(e, &l->dense);
+		return rc ? rc : mlp_outer(e, &l->dense, false);
+	}
+	/* the shared expert beside the routed ones; added behind them, as everywhere */
+	rc = l->shared.inter ? eng_side_begin(e) : 0;
+	if (!rc && l->shared.inter)
+		rc = mlp_inner(e, &l->shared);
+	eng_side_end(e);
+	if (!rc)
+		rc = route(e, l);
 	if (!rc)
 		rc = experts(e, l);
+	if (!rc)
+		rc = eng_check_join(e);
 	if (!rc && l->shared.inter)
-		rc = mlp(e, &l->shared, true);
+		rc = mlp_outer(e, &l->shared, true);
 	return rc;
 }
 

@@ -145,7 +145,7 @@ static int run_overwrite(struct eng_engine *e, const struct kvk_move_args *move)
 	eng_check_prepare(e);
 	rc = eng_step_upload(e);
 	if (!rc)
-		rc = eng_check_launch(e);
+		rc = eng_check_launch(e, false);
 	if (!rc)
 		rc = eng_check_join(e);
 	if (!rc)

@@ -128,7 +128,8 @@ struct eng_view {
  *	kernels get eng_dev() of them, @delta bytes away: a copy, or on the host the same
  * @in_bytes, @out_first, @out_end: what goes to the device at the beginning of a step
  *	(block and rows as far as they are used as well), and what comes back
- * @forked: the check runs on the side branch and has not been joined
+ * @forked: the check, or work beside the step's own, runs on the side branch and has not been
+ *	joined
  */
 struct eng_step {
 	struct kvc_step *kvc;
@@ -245,6 +246,7 @@ struct eng_engine {
 	struct eng_model *m;
 	struct eng_options opt;
 	struct eng_mem *mem;
+	kvk_stream main;	   /* of mem, between eng_side_begin() and _end() */
 	const struct kvk_ops *ops; /* mem->kernels */
 	struct eng_placed w;
 	struct eng_layer *own_layers; /* owner; NULL: w.layers are the model's */
@@ -333,15 +335,21 @@ static inline void *eng_dev(const struct eng_engine *e, const void *p)
 
 /* step.c */
 int eng_step_run(struct eng_engine *e);
+int eng_step_queue(struct eng_engine *e, bool check);
 
 /* check.c */
 void eng_check_prepare(struct eng_engine *e);
-int eng_check_launch(struct eng_engine *e);
+int eng_check_launch(struct eng_engine *e, bool fetch);
+bool eng_check_is_on(const struct eng_engine *e);
 int eng_check_join(struct eng_engine *e);
 int eng_check_judge(struct eng_engine *e);
+int eng_side_begin(struct eng_engine *e);
+void eng_side_end(struct eng_engine *e);
 bool eng_check_needs_judge(const struct eng_engine *e);
 int eng_step_upload(struct eng_engine *e);
 int eng_step_download(struct eng_engine *e);
+int eng_step_fetch(struct eng_engine *e, bool rows);
+int eng_step_give(struct eng_engine *e);
 
 /* call.c */
 

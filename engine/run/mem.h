@@ -69,6 +69,36 @@ struct eng_score_args {
 	u32 vocab;
 };
 
+/**
+ * struct eng_piece - bytes between host memory and the device
+ * @dst, @src: one of them in memory of alloc_host(); both aligned to 16 bytes, and what is
+ *	copied may be rounded up to 16
+ * @count: NULL: all @bytes; else in host memory, read when the copy runs: @head + *count *
+ *	@unit bytes, at most @bytes
+ */
+struct eng_piece {
+	void *dst;
+	const void *src;
+	const u32 *count;
+	size_t bytes;
+	u32 head;
+	u32 unit;
+};
+
+#define ENG_PIECES_MAX 3u
+
+/**
+ * struct eng_fetch_args - pieces that a kernel copies, so that a graph can hold it
+ * @side: on the side stream
+ *
+ * The addresses stay, how much there is may change from launch to launch.
+ */
+struct eng_fetch_args {
+	struct eng_piece piece[ENG_PIECES_MAX];
+	u32 nr;
+	bool side;
+};
+
 struct eng_mem;
 struct kvk_repack;
 
@@ -98,6 +128,8 @@ struct eng_mem_ops {
 	int (*join)(struct eng_mem *m);
 	int (*copy)(struct eng_mem *m, const struct eng_copy_args *a);
 	int (*score)(struct eng_mem *m, const struct eng_score_args *a);
+	/* only with .separate */
+	int (*fetch)(struct eng_mem *m, const struct eng_fetch_args *a);
 	/* INT4 experts into the kernel's order; only with .packs_int4 */
 	int (*repack)(struct eng_mem *m, const struct kvk_repack *r);
 	size_t (*packed_bytes)(const struct kvk_experts *e, int second);
@@ -148,6 +180,7 @@ int eng_mem_open_cuda(const u8 *gpu_uuid, struct eng_mem **ret, struct eng_err *
 /* mem_host.c: the truth about copy() and score() */
 int eng_copy_ref(struct eng_mem *m, const struct eng_copy_args *a);
 int eng_score_ref(struct eng_mem *m, const struct eng_score_args *a);
+int eng_fetch_ref(struct eng_mem *m, const struct eng_fetch_args *a);
 
 static inline size_t eng_act_bytes(u32 dtype)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * mem_cuda.cu - a GPU's memory, streams and graphs for the engine (see mem.h), and the
- * two small kernels that are its own: rows copied, prompts scored.
+ * small kernels that are its own: rows copied, prompts scored, a step's data fetched.
  *
  * CUDA's answers become errno here and go no further. Any error is -EIO, and is no
  * completion: what was queued may still run (design 5, P8), so the caller must not retire
@@ -16,12 +16,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/dev.cuh"
 #include "kernels/fp8.h"
 #include "kernels/moe_cuda.h"
 
 #define STAGE_BYTES   ((size_t)16 << 20)
 #define COPY_THREADS  256u
 #define SCORE_THREADS 256u
+#define FETCH_CTAS    32u
+#define FETCH_THREADS 256u
+#define FETCH_ILP     4u
 
 struct cuda_block {
 	struct cuda_block *next;
@@ -64,8 +68,11 @@ __global__ void __launch_bounds__(COPY_THREADS) copy_kernel(const struct eng_cop
 {
 	const u32 i = blockIdx.x;
 	const size_t to = (size_t)i * a.dst_stride;
-	const size_t from = (size_t)(a.rows ? a.rows[i] : i) * a.src_stride;
+	size_t from;
 
+	dev_grid_launch();
+	dev_grid_wait();
+	from = (size_t)(a.rows ? a.rows[i] : i) * a.src_stride;
 	for (u32 c = threadIdx.x; c < a.cols; c += blockDim.x) {
 		if (a.dst_dtype == KVK_F32)
 			((float *)a.dst)[to + c] =
@@ -84,7 +91,7 @@ static int cuda_copy(struct eng_mem *m, const struct eng_copy_args *a)
 
 	if (!a->nr_rows || !a->cols)
 		return 0;
-	copy_kernel<<<a->nr_rows, threads, 0, cuda(m)->main>>>(*a);
+	DEV_LAUNCH_EARLY(copy_kernel, a->nr_rows, threads, m->stream, *a);
 	return answer(cudaGetLastError());
 }
 
@@ -130,6 +137,45 @@ static int cuda_score(struct eng_mem *m, const struct eng_score_args *a)
 	if (!a->nr_rows)
 		return 0;
 	score_kernel<<<a->nr_rows, SCORE_THREADS, 0, cuda(m)->main>>>(*a);
+	return answer(cudaGetLastError());
+}
+
+/* A host's memory is microseconds away: the count first, then all of a piece at once. */
+__global__ void __launch_bounds__(FETCH_THREADS)
+	fetch_kernel(const __grid_constant__ struct eng_fetch_args a)
+{
+	const struct eng_piece &p = a.piece[blockIdx.y];
+	const size_t step = FETCH_CTAS * FETCH_THREADS;
+	size_t n = p.bytes, at = blockIdx.x * FETCH_THREADS + threadIdx.x;
+
+	if (p.count) {
+		size_t used = p.head + (size_t) * (const volatile u32 *)p.count * p.unit;
+
+		n = used < n ? used : n;
+	}
+	n = (n + 15) / 16;
+	for (; at < n; at += step * FETCH_ILP) {
+		uint4 v[FETCH_ILP];
+
+#pragma unroll
+		for (u32 k = 0; k < FETCH_ILP; k++)
+			if (at + k * step < n)
+				v[k] = ((const uint4 *)p.src)[at + k * step];
+#pragma unroll
+		for (u32 k = 0; k < FETCH_ILP; k++)
+			if (at + k * step < n)
+				((uint4 *)p.dst)[at + k * step] = v[k];
+	}
+}
+
+static int cuda_fetch(struct eng_mem *m, const struct eng_fetch_args *a)
+{
+	struct cuda_mem *c = cuda(m);
+
+	if (!a->nr)
+		return 0;
+	fetch_kernel<<<dim3(FETCH_CTAS, a->nr), FETCH_THREADS, 0,
+		       a->side ? c->side : c->main>>>(*a);
 	return answer(cudaGetLastError());
 }
 
@@ -331,6 +377,7 @@ static struct eng_mem_ops make_ops(void)
 	o.join = cuda_join;
 	o.copy = cuda_copy;
 	o.score = cuda_score;
+	o.fetch = cuda_fetch;
 	o.repack = cuda_repack;
 	o.packed_bytes = kvk_moe_packed_bytes;
 	o.graph_begin = cuda_graph_begin;

@@ -266,6 +266,16 @@ static int guard_score(struct eng_mem *m, const struct eng_score_args *a)
 	return submit(run_score, a, sizeof(*a));
 }
 
+static int run_fetch(const void *args)
+{
+	return eng_fetch_ref(NULL, args);
+}
+
+static int guard_fetch(struct eng_mem *m, const struct eng_fetch_args *a)
+{
+	return submit(run_fetch, a, sizeof(*a));
+}
+
 static int guard_repack(struct eng_mem *m, const struct kvk_repack *r)
 {
 	return -ENOTSUP; /* .packs_int4 is false */
@@ -325,6 +335,7 @@ static const struct eng_mem_ops guard_ops = {
 	.join = guard_nothing,
 	.copy = guard_copy,
 	.score = guard_score,
+	.fetch = guard_fetch,
 	.repack = guard_repack,
 	.packed_bytes = guard_packed_bytes,
 	.graph_begin = guard_graph_begin,

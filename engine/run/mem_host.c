@@ -124,6 +124,17 @@ int eng_score_ref(struct eng_mem *m, const struct eng_score_args *a)
 	return 0;
 }
 
+int eng_fetch_ref(struct eng_mem *m, const struct eng_fetch_args *a)
+{
+	for (u32 i = 0; i < a->nr; i++) {
+		const struct eng_piece *p = &a->piece[i];
+		size_t n = p->count ? p->head + (size_t)*p->count * p->unit : p->bytes;
+
+		memcpy(p->dst, p->src, KV_MIN(n, p->bytes));
+	}
+	return 0;
+}
+
 /* Not reached: .packs_int4 and .has_graphs are false. */
 static int host_repack(struct eng_mem *m, const struct kvk_repack *r)
 {
@@ -163,6 +174,7 @@ static const struct eng_mem_ops host_ops = {
 	.join = host_nothing,
 	.copy = eng_copy_ref,
 	.score = eng_score_ref,
+	.fetch = eng_fetch_ref,
 	.repack = host_repack,
 	.packed_bytes = host_packed_bytes,
 	.graph_begin = host_nothing,

@@ -58,7 +58,7 @@ static int move_pages(struct eng_engine *e, u32 op)
 /* Everything up to the samples, one launch after the other. */
 static int run_eager(struct eng_engine *e)
 {
-	int rc = eng_check_launch(e);
+	int rc = eng_check_launch(e, false);
 
 	if (!rc && eng_check_needs_judge(e))
 		rc = eng_check_judge(e);
@@ -83,6 +83,24 @@ static s32 graph_index(const struct eng_engine *e)
 	return i;
 }
 
+/**
+ * eng_step_queue() - a step of decodes from host memory back to host memory, as its graph holds it
+ * @check: with its check, if that is on; without, verdicts are taken as the host wrote them
+ *
+ * Return: 0; -errno of a kernel.
+ */
+int eng_step_queue(struct eng_engine *e, bool check)
+{
+	bool on = check && eng_check_is_on(e);
+	int rc = eng_step_fetch(e, !on);
+
+	if (!rc && on)
+		rc = eng_check_launch(e, true);
+	if (!rc)
+		rc = eng_forward(e);
+	return rc ? rc : eng_step_give(e);
+}
+
 static int graph_capture(struct eng_engine *e, void **ret_graph)
 {
 	struct eng_mem *m = e->mem;
@@ -90,23 +108,15 @@ static int graph_capture(struct eng_engine *e, void **ret_graph)
 
 	if (rc)
 		return rc;
-	rc = eng_check_launch(e);
-	if (!rc)
-		rc = eng_forward(e);
+	rc = eng_step_queue(e, true);
 	end = m->ops->graph_end(m, ret_graph);
 	return rc ? rc : end;
 }
 
-/* The first step of a size runs without: kernels are loaded when they first run, which a
- * capture must not see. */
 static int run_graph(struct eng_engine *e, u32 index)
 {
 	int rc = 0;
 
-	if (!e->warm[index]) {
-		e->warm[index] = true;
-		return run_eager(e);
-	}
 	if (!e->graphs[index])
 		rc = graph_capture(e, &e->graphs[index]);
 	return rc ? rc : e->mem->ops->graph_launch(e->mem, e->graphs[index]);
@@ -128,14 +138,23 @@ static int step_work(struct eng_engine *e)
 	int rc;
 
 	eng_check_prepare(e);
-	rc = eng_step_upload(e);
+	/* The first step of a size runs without: kernels are loaded when they first run, which a
+	 * capture must not see. */
+	if (graph >= 0 && !e->warm[graph]) {
+		e->warm[graph] = true;
+		graph = -1;
+	}
+	rc = graph < 0 ? eng_step_upload(e) : 0;
 	if (!rc)
 		rc = graph < 0 ? run_eager(e) : run_graph(e, (u32)graph);
 	if (!rc)
 		rc = move_pages(e, KVK_MOVE_CRC);
 	if (!rc && e->probe)
 		rc = e->probe(e, e->probe_arg);
-	if (!rc)
+	/* a graph has brought everything but digests itself */
+	if (!rc && graph >= 0 && !e->step.view[ENG_GROUP_CRC].nr)
+		rc = e->mem->ops->sync(e->mem);
+	else if (!rc)
 		rc = eng_step_download(e);
 	return rc ? rc : eng_forward_results(e);
 }

@@ -91,6 +91,9 @@ uint64_t emul_warp_exchange(uint64_t value, enum emul_how how, unsigned arg);
 		emul_launch((grid), (block), [args_] { kernel(args_); }); \
 	} while (0)
 
+/* One kernel after the other here. */
+#define DEV_LAUNCH_EARLY DEV_LAUNCH
+
 /* ---------------------------------------------------------------------- device functions
  */
 

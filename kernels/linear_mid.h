@@ -1,0 +1,28 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* linear_mid.h - linear on the GPU for 17 to 64 tokens: a decode step of many requests. */
+#ifndef KVK_LINEAR_MID_H
+#define KVK_LINEAR_MID_H
+
+#include "kernels/kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Is this shape built? x and W BF16, 17 to 64 tokens; 16-byte aligned rows. */
+bool kvk_linear_mid_ok(const struct kvk_linear_args *a);
+
+/**
+ * kvk_linear_mid_cuda() - linear, columns shared out to a cluster's CTAs
+ * @a: kvk_linear_mid_ok(), and what kvk_linear_cuda() checks
+ * @stream: queued here; never waits, may be captured
+ *
+ * Context: Hopper code. Requests W before the kernel in front of it has ended.
+ * The same bits as kvk_linear_cuda(). Return: 0; -EIO.
+ */
+int kvk_linear_mid_cuda(const struct kvk_linear_args *a, kvk_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* KVK_LINEAR_MID_H */
