@@ -153,7 +153,8 @@ struct kvk_attn_args {
 };
 
 #define KVK_ATTN_FAST 0x01u /* MLA BF16, > 16 query rows: P in 8 bits, error <= 2.1e-3 */
-#define KVK_ATTN_PLAN 0x02u /* the schedule in workspace is this step's already (layers > 0) */
+#define KVK_ATTN_PLAN \
+	0x02u /* the schedule in workspace is this step's already (layers > 0) */
 
 /* ------------------------------------------------------------------------------------ MoE */
 
@@ -268,6 +269,7 @@ struct kvk_weight {
  * struct kvk_linear_args - y[nr_tokens][rows] = x[nr_tokens][cols] W^T + bias
  * @bias: [rows] in bias_dtype F32, or NULL
  * @x_stride, @y_stride: elements between tokens; 0 = dense
+ * @x_batch, @y_batch: elements between a token's vectors of a batch; 0 = cols, rows
  * @x_dtype, @y_dtype: KVK_F32 or KVK_BF16
  * @accumulate: y +=
  * @nr_batch: 1, or a batch of matrices: W is [nr_batch][rows][cols], x
@@ -287,8 +289,40 @@ struct kvk_linear_args {
 	uint32_t x_dtype;
 	uint32_t y_dtype;
 	uint32_t nr_batch;
+	uint32_t x_batch;
+	uint32_t y_batch;
 	bool accumulate;
 };
+
+static inline uint64_t kvk_linear_x_batch(const struct kvk_linear_args *a)
+{
+	return a->x_batch ? a->x_batch : a->w.cols;
+}
+
+static inline uint64_t kvk_linear_y_batch(const struct kvk_linear_args *a)
+{
+	return a->y_batch ? a->y_batch : a->w.rows;
+}
+
+static inline uint64_t kvk_linear_x_stride(const struct kvk_linear_args *a)
+{
+	return a->x_stride ? a->x_stride : a->nr_batch * kvk_linear_x_batch(a);
+}
+
+static inline uint64_t kvk_linear_y_stride(const struct kvk_linear_args *a)
+{
+	return a->y_stride ? a->y_stride : a->nr_batch * kvk_linear_y_batch(a);
+}
+
+/* No vector overlaps the next one, of the batch or of the next token. */
+static inline bool kvk_linear_strides_ok(const struct kvk_linear_args *a)
+{
+	const uint64_t xb = kvk_linear_x_batch(a), yb = kvk_linear_y_batch(a);
+
+	return a->nr_batch && xb >= a->w.cols && yb >= a->w.rows &&
+	       kvk_linear_x_stride(a) >= (a->nr_batch - 1) * xb + a->w.cols &&
+	       kvk_linear_y_stride(a) >= (a->nr_batch - 1) * yb + a->w.rows;
+}
 
 /**
  * struct kvk_norm_args - y = rms(x [+ residual]) * weight
@@ -311,9 +345,10 @@ struct kvk_norm_args {
 };
 
 /**
- * struct kvk_rope_args - rotate the first rope_dim values of each head, in place
+ * struct kvk_rope_args - rotate the first rope_dim values of each head
  * @x: [nr_tokens][nr_heads][head_stride], token stride token_stride elements
  * @offset: first rotated element in a head
+ * @y: where they go: head strides, token strides and offset of its own; NULL: where they were
  * @positions: [nr_tokens]
  * @cos_sin: f32 [max_position][rope_dim]: rope_dim / 2 cosines, then sines (YaRN's factor in)
  * @interleaved: pairs (2i, 2i+1) in, halves out (DeepSeek); else halves in, halves out
@@ -330,7 +365,29 @@ struct kvk_rope_args {
 	uint32_t rope_dim;
 	uint32_t act_dtype;
 	bool interleaved;
+	void *y;
+	uint32_t y_head_stride;
+	uint32_t y_token_stride;
+	uint32_t y_offset;
 };
+
+/* Do a place's heads and tokens lie apart? */
+static inline bool kvk_rope_place_ok(const struct kvk_rope_args *a, uint32_t head_stride,
+				     uint32_t token_stride, uint32_t offset)
+{
+	if (a->nr_heads > 1 && (uint64_t)offset + a->rope_dim > head_stride)
+		return false;
+	return a->nr_tokens <= 1 ||
+	       (uint64_t)(a->nr_heads - 1) * head_stride + offset + a->rope_dim <=
+		       token_stride;
+}
+
+static inline bool kvk_rope_places_ok(const struct kvk_rope_args *a)
+{
+	return kvk_rope_place_ok(a, a->head_stride, a->token_stride, a->offset) &&
+	       (!a->y ||
+		kvk_rope_place_ok(a, a->y_head_stride, a->y_token_stride, a->y_offset));
+}
 
 /** struct kvk_silu_args - y[i][j] = silu(gate[i][j]) * up[i][j]; gate and up lie side by side:
  * gu [nr_tokens][2][inter] */
@@ -414,7 +471,8 @@ struct kvk_ops {
 	int (*moe_route)(const struct kvk_moe_route_args *a, kvk_stream stream);
 	int (*moe_int4)(const struct kvk_moe_args *a, kvk_stream stream);
 	int (*moe_fp8)(const struct kvk_moe_args *a, kvk_stream stream);
-	int (*moe_bf16)(const struct kvk_moe_args *a, kvk_stream stream); /* BF16 and F32 */
+	int (*moe_bf16)(const struct kvk_moe_args *a,
+			kvk_stream stream); /* BF16 and F32 */
 	int (*linear)(const struct kvk_linear_args *a, kvk_stream stream);
 	int (*norm)(const struct kvk_norm_args *a, kvk_stream stream);
 	int (*rope)(const struct kvk_rope_args *a, kvk_stream stream);

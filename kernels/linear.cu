@@ -16,6 +16,7 @@
 struct linear_rows {
 	struct kvk_linear_args a;
 	uint64_t x_stride, y_stride;
+	uint64_t x_batch, y_batch;
 };
 
 template <uint32_t DTYPE>
@@ -54,7 +55,7 @@ __device__ __forceinline__ struct rows_w linear_w(const struct kvk_linear_args &
 __device__ __forceinline__ void linear_put(const struct linear_rows &l, uint32_t tok,
 					   uint32_t row, uint32_t batch, float v)
 {
-	const uint64_t at = tok * l.y_stride + (uint64_t)batch * l.a.w.rows + row;
+	const uint64_t at = tok * l.y_stride + batch * l.y_batch + row;
 
 	if (l.a.bias)
 		v += l.a.bias[row];
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(256) linear_kernel(const struct linear_rows l)
 	for (int nt = 0; nt < NT; nt++) {
 		uint32_t tok = min(tok0 + nt * 8 + g, l.a.nr_tokens - 1);
 
-		x[nt].x = (const X *)l.a.x + tok * l.x_stride + (uint64_t)batch * w.cols;
+		x[nt].x = (const X *)l.a.x + tok * l.x_stride + batch * l.x_batch;
 	}
 	rows_dot<DTYPE, X, NT>(acc, w, x);
 	rows_reduce<NT>(acc, red);
@@ -150,15 +151,16 @@ int kvk_linear_cuda(const struct kvk_linear_args *a, kvk_stream stream)
 	struct linear_rows l = {};
 
 	l.a = *a;
-	l.x_stride = a->x_stride ? a->x_stride : (uint64_t)a->nr_batch * a->w.cols;
-	l.y_stride = a->y_stride ? a->y_stride : (uint64_t)a->nr_batch * a->w.rows;
+	l.x_batch = kvk_linear_x_batch(a);
+	l.y_batch = kvk_linear_y_batch(a);
+	l.x_stride = kvk_linear_x_stride(a);
+	l.y_stride = kvk_linear_y_stride(a);
 	if (!aligned16(a->x) || !aligned16(a->w.data) || !a->y || !a->nr_batch ||
 	    !a->w.rows || !a->w.cols || a->w.cols % 8 || l.x_stride % 8 ||
-	    a->nr_batch > 65535 || a->nr_tokens > 65535u * 32)
+	    (a->nr_batch > 1 && l.x_batch % 8) || a->nr_batch > 65535 ||
+	    a->nr_tokens > 65535u * 32)
 		return -EINVAL;
-	if (l.x_stride < (uint64_t)a->nr_batch * a->w.cols ||
-	    l.y_stride < (uint64_t)a->nr_batch * a->w.rows ||
-	    (a->bias && a->nr_batch != 1))
+	if (!kvk_linear_strides_ok(a) || (a->bias && a->nr_batch != 1))
 		return -EINVAL;
 	if (a->w.dtype == KVK_INT4 &&
 	    (!kvk_int4_shape_ok(a->w.cols, a->w.group) || !a->w.scales ||

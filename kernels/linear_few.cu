@@ -30,6 +30,8 @@ struct few_params {
 	struct kvk_linear_args a;
 	u64 x_stride;
 	u64 y_stride;
+	u64 x_batch;
+	u64 y_batch;
 	u32 row_tiles; /* of one matrix */
 	u32 nr_tiles;  /* of all of the batch */
 	u32 nr_blocks; /* of 128 columns */
@@ -92,8 +94,7 @@ KVK_DEV void few_x(const struct few_params &p, u32 tile, u32 kb, uint4 (&b)[NT][
 #pragma unroll
 	for (u32 nt = 0; nt < NT; nt++) {
 		const u32 tok = nt * 8 + g;
-		const u16 *x =
-			(const u16 *)p.a.x + tok * p.x_stride + (u64)batch * p.a.w.cols;
+		const u16 *x = (const u16 *)p.a.x + tok * p.x_stride + batch * p.x_batch;
 
 #pragma unroll
 		for (u32 j = 0; j < 4; j++) {
@@ -130,7 +131,7 @@ KVK_DEV void few_mma(const u8 *slot, const uint4 (&b)[NT][4], float (&acc)[NT][4
 KVK_DEV void few_put(const struct few_params &p, u32 batch, u32 tok, u32 row, float v)
 {
 	const struct kvk_linear_args &a = p.a;
-	const u64 at = tok * p.y_stride + (u64)batch * a.w.rows + row;
+	const u64 at = tok * p.y_stride + batch * p.y_batch + row;
 
 	if (tok >= a.nr_tokens || row >= a.w.rows)
 		return;
@@ -277,8 +278,10 @@ int kvk_linear_few_cuda(const struct kvk_linear_args *a, kvk_stream stream)
 		    cudaSuccess)
 		return -EIO;
 	p.a = *a;
-	p.x_stride = a->x_stride ? a->x_stride : (u64)a->nr_batch * a->w.cols;
-	p.y_stride = a->y_stride ? a->y_stride : (u64)a->nr_batch * a->w.rows;
+	p.x_batch = kvk_linear_x_batch(a);
+	p.y_batch = kvk_linear_y_batch(a);
+	p.x_stride = kvk_linear_x_stride(a);
+	p.y_stride = kvk_linear_y_stride(a);
 	p.row_tiles = (a->w.rows + 15) / 16;
 	p.nr_tiles = p.row_tiles * a->nr_batch;
 	p.nr_blocks = (a->w.cols + 127) / 128;

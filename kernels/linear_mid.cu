@@ -3,35 +3,50 @@
  * linear_mid.cu - y = x W^T + bias for 17 to 64 tokens, BF16: the projections of a decode step of
  * many requests.
  *
- * W has to come from memory once, and x, 64 tokens of 7,168 values, from L2 once for every
- * tile of rows. A CTA with all columns would read 0.9 MB of x for its share of W; so the
- * columns are shared out: the CTAs of a cluster take a tile of 64 rows together, CTA c being
- * chain c of linear.cu's order (blocks c, c + 8, ... of 128 columns). Then x costs as many
- * bytes as W does. The chains are added in turn out of each other's shared memory, so that
- * the bits are those of one token.
+ * W has to come from memory once, and x, 64 tokens of some thousand values, from L2 once for
+ * every tile of rows. Two ways to share the work out:
  *
- * A ring of three blocks (W 16 KB, x 16 KB) filled by cp.async; two CTAs on an SM. The first
- * blocks of W are requested before the kernel in front has ended.
+ *	cluster - few tiles of rows: the CTAs of a cluster take a tile together, CTA c being
+ *		chain c of linear.cu's order (blocks c, c + 8, ... of 128 columns). The chains are
+ *		added in turn out of each other's shared memory.
+ *	alone - a tile of rows for every SM: a CTA takes the chains in turn, and nothing has to
+ *		be fetched from anybody.
+ *
+ * Either way the bits are those of one token. A ring of three blocks (W 8 or 16 KB, x up to
+ * 16 KB) is filled by cp.async; its first blocks of W are requested before the kernel in front
+ * has ended. Four warps, two by rows and two by tokens: each byte of a block is read twice from
+ * shared memory.
  */
 #include "kernels/linear_mid.h"
 #include "kernels/moe_ptx.cuh"
 #include "kernels/tile_ptx.cuh"
 
-#define MID_WARPS   4u
-#define MID_THREADS (MID_WARPS * 32u)
-#define MID_ROWS    64u
+#define MID_THREADS 128u
 #define MID_CHAINS  8u /* of linear.cu: its warps */
 #define MID_DEEP    3u
-#define MID_W_BYTES (MID_ROWS * 256u)
 #define MID_TOKENS  64u
+#define MID_ALONE   96u	 /* tiles of 64 rows from which a CTA takes one alone */
+#define MID_SMS	    132u /* of an H200 */
 
 struct mid_params {
 	struct kvk_linear_args a;
 	u64 x_stride;
 	u64 y_stride;
+	u64 x_batch;
+	u64 y_batch;
 	u32 nr_blocks; /* of 128 columns */
-	u32 chains;    /* CTAs of a cluster */
+	u32 ctas;      /* of a cluster; 1: alone */
 };
+
+/* The block behind @kb in its chain; alone also the next chain's first; nr_blocks: none. */
+KVK_DEV u32 mid_next(const struct mid_params &p, u32 kb)
+{
+	const u32 first = kb % MID_CHAINS + 1;
+
+	if (kb + MID_CHAINS < p.nr_blocks)
+		return kb + MID_CHAINS;
+	return p.ctas == 1 && first < min(p.nr_blocks, MID_CHAINS) ? first : p.nr_blocks;
+}
 
 /* Where 16-byte piece @q of row @r lies: eight lanes meet no bank twice. */
 KVK_DEV u32 mid_piece(u32 r, u32 q)
@@ -57,26 +72,33 @@ KVK_DEV void mid_load(u8 *dst, const u16 *src, u64 stride, u32 row0, u32 rows, u
 	}
 }
 
-/* acc += 16 rows x 128 columns of W times 8 NT tokens */
-template <u32 NT> KVK_DEV void mid_mma(const u8 *w, const u8 *x, float (&acc)[NT][4])
+/* acc += 16 MT rows x 128 columns of W times 8 NT tokens: a warp's share of a block */
+template <u32 NT, u32 MT>
+KVK_DEV void mid_mma(const u8 *w, const u8 *x, float (&acc)[MT][NT][4])
 {
-	const u32 g = threadIdx.x % 32 / 4, t = threadIdx.x % 4,
-		  row = threadIdx.x / 32 * 16;
+	const u32 g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 
 #pragma unroll
 	for (u32 j = 0; j < 4; j++) {
-		const uint4 lo = *(const uint4 *)(w + mid_piece(row + g, j * 4 + t));
-		const uint4 hi = *(const uint4 *)(w + mid_piece(row + g + 8, j * 4 + t));
-		const u32 a0[4] = {lo.x, hi.x, lo.y, hi.y};
-		const u32 a1[4] = {lo.z, hi.z, lo.w, hi.w};
+		uint4 b[NT];
 
 #pragma unroll
-		for (u32 nt = 0; nt < NT; nt++) {
-			const uint4 b =
-				*(const uint4 *)(x + mid_piece(nt * 8 + g, j * 4 + t));
+		for (u32 nt = 0; nt < NT; nt++)
+			b[nt] = *(const uint4 *)(x + mid_piece(nt * 8 + g, j * 4 + t));
+#pragma unroll
+		for (u32 mt = 0; mt < MT; mt++) {
+			const u32 row = mt * 16 + g;
+			const uint4 lo = *(const uint4 *)(w + mid_piece(row, j * 4 + t));
+			const uint4 hi =
+				*(const uint4 *)(w + mid_piece(row + 8, j * 4 + t));
+			const u32 a0[4] = {lo.x, hi.x, lo.y, hi.y};
+			const u32 a1[4] = {lo.z, hi.z, lo.w, hi.w};
 
-			tile_mma16<true>(acc[nt], a0, b.x, b.y);
-			tile_mma16<true>(acc[nt], a1, b.z, b.w);
+#pragma unroll
+			for (u32 nt = 0; nt < NT; nt++) {
+				tile_mma16<true>(acc[mt][nt], a0, b[nt].x, b[nt].y);
+				tile_mma16<true>(acc[mt][nt], a1, b[nt].z, b[nt].w);
+			}
 		}
 	}
 }
@@ -88,23 +110,26 @@ KVK_DEV void cluster_barrier(void)
 			 : "memory");
 }
 
-/* A float of CTA @rank of the cluster, at this CTA's address @p. */
-KVK_DEV float cluster_get(const float *p, u32 rank)
+/* Four floats of CTA @rank of the cluster, at this CTA's address @p. */
+KVK_DEV float4 cluster_get(const float4 *p, u32 rank)
 {
-	float v = 0.0f;
+	float4 v = make_float4(0, 0, 0, 0);
 	u32 at = 0;
 
 	SM90_ASM("mapa.shared::cluster.u32 %0, %1, %2;"
 		 : "=r"(at)
 		 : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank));
-	SM90_ASM("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+	SM90_ASM("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+		 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+		 : "r"(at)
+		 : "memory");
 	return v;
 }
 
 KVK_DEV void mid_put(const struct mid_params &p, u32 tok, u32 row, float v)
 {
 	const struct kvk_linear_args &a = p.a;
-	const u64 at = tok * p.y_stride + (u64)blockIdx.y * a.w.rows + row;
+	const u64 at = tok * p.y_stride + blockIdx.y * p.y_batch + row;
 
 	if (tok >= a.nr_tokens || row >= a.w.rows)
 		return;
@@ -118,102 +143,152 @@ KVK_DEV void mid_put(const struct mid_params &p, u32 tok, u32 row, float v)
 		((u16 *)a.y)[at] = kvk_f32_to_bf16(v);
 }
 
-/* The chains' shares in turn, then y; the values are shared out to the cluster's CTAs. */
-template <u32 NT>
-KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[NT][4], u32 chain,
-			u32 row0, float *red)
+/* What a matrix instruction gave this thread: rows @row and @row + 8, tokens @tok, @tok + 1. */
+KVK_DEV void mid_put4(const struct mid_params &p, u32 tok, u32 row, float4 v)
 {
-	const u32 row = row0 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+	mid_put(p, tok, row, v.x);
+	mid_put(p, tok + 1, row, v.y);
+	mid_put(p, tok, row + 8, v.z);
+	mid_put(p, tok + 1, row + 8, v.w);
+}
 
+/* The chains' shares in turn, then y; groups of four are shared out to the cluster's CTAs. */
+template <u32 NT, u32 MT>
+KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[MT][NT][4],
+			u32 chain, u32 tok, u32 row, float4 *red)
+{
 #pragma unroll
-	for (u32 f = 0; f < NT * 4; f++)
-		red[f * MID_THREADS + threadIdx.x] = acc[f / 4][f % 4];
+	for (u32 i = 0; i < MT * NT; i++) {
+		const float(&v)[4] = acc[i / NT][i % NT];
+
+		red[i * MID_THREADS + threadIdx.x] = make_float4(v[0], v[1], v[2], v[3]);
+	}
 	cluster_barrier();
-	for (u32 f = chain; f < NT * 4; f += p.chains) {
-		float part[MID_CHAINS], sum = 0.0f;
+	for (u32 i = chain; i < MT * NT; i += p.ctas) {
+		float4 part[MID_CHAINS], sum = make_float4(0, 0, 0, 0);
 
 #pragma unroll
 		for (u32 c = 0; c < MID_CHAINS; c++)
-			part[c] =
-				c < p.chains
-					? cluster_get(red + f * MID_THREADS + threadIdx.x,
-						      c)
-					: 0.0f;
+			if (c < p.ctas)
+				part[c] = cluster_get(red + i * MID_THREADS + threadIdx.x,
+						      c);
 #pragma unroll
-		for (u32 c = 0; c < MID_CHAINS; c++)
-			if (c < p.chains)
-				sum += part[c];
-		mid_put(p, f / 4 * 8 + threadIdx.x % 4 * 2 + f % 2, row + f % 4 / 2 * 8,
-			sum);
+		for (u32 c = 0; c < MID_CHAINS; c++) {
+			if (c >= p.ctas)
+				continue;
+			sum.x += part[c].x;
+			sum.y += part[c].y;
+			sum.z += part[c].z;
+			sum.w += part[c].w;
+		}
+		mid_put4(p, tok + i % NT * 8, row + i / NT * 16, sum);
 	}
 	cluster_barrier(); /* nobody leaves while its memory is read */
 }
 
-/* grid: (chains x tiles of 64 rows, matrices) */
-template <u32 NT>
+/* total += acc, in the order of the chains */
+template <u32 NT, u32 MT>
+KVK_DEV void mid_chain_end(float (&total)[MT][NT][4], float (&acc)[MT][NT][4])
+{
+#pragma unroll
+	for (u32 i = 0; i < MT * NT * 4; i++) {
+		total[i / 4 / NT][i / 4 % NT][i % 4] +=
+			acc[i / 4 / NT][i / 4 % NT][i % 4];
+		acc[i / 4 / NT][i / 4 % NT][i % 4] = 0.0f;
+	}
+}
+
+/* grid: (CTAs of a cluster x tiles of 32 MT rows, matrices); a warp has 16 MT rows, 8 NT tokens */
+template <u32 NT, u32 MT>
 __global__ void __launch_bounds__(MID_THREADS, 2)
 	linear_mid_kernel(const __grid_constant__ struct mid_params p)
 {
 	DEV_DYNAMIC_SHARED(smem);
-	const u32 x_bytes = NT * 8 * 256, slot = MID_W_BYTES + x_bytes;
+	const u32 w_bytes = MT * 32 * 256, slot = w_bytes + NT * 16 * 256;
+	const u32 w_warp = threadIdx.x / 32 % 2 * MT * 16 * 256;
+	const u32 x_warp = w_bytes + threadIdx.x / 64 * NT * 8 * 256;
 	const struct kvk_weight &w = p.a.w;
-	const u32 chain = blockIdx.x % p.chains, row0 = blockIdx.x / p.chains * MID_ROWS;
+	const u32 chain = blockIdx.x % p.ctas, row0 = blockIdx.x / p.ctas * MT * 32;
 	const u16 *w_src = (const u16 *)w.data + (u64)blockIdx.y * w.rows * w.cols;
-	const u16 *x_src = (const u16 *)p.a.x + (u64)blockIdx.y * w.cols;
-	float acc[NT][4] = {};
-	u32 at = 0;
+	const u16 *x_src = (const u16 *)p.a.x + blockIdx.y * p.x_batch;
+	const u32 tok = threadIdx.x / 64 * NT * 8 + threadIdx.x % 4 * 2;
+	const u32 row = row0 + threadIdx.x / 32 % 2 * MT * 16 + threadIdx.x % 32 / 4;
+	float acc[MT][NT][4] = {}, total[MT][NT][4] = {};
+	u32 at = 0, load = chain;
 
 	ptx_grid_launch();
 #pragma unroll
-	for (u32 i = 0; i < MID_DEEP - 1; i++)
-		if (chain + i * p.chains < p.nr_blocks)
-			mid_load<8>(smem + i * slot, w_src, w.cols, row0, w.rows,
-				    chain + i * p.chains, w.cols);
+	for (u32 i = 0; i < MID_DEEP - 1; i++) {
+		if (load >= p.nr_blocks)
+			continue;
+		mid_load<MT * 4>(smem + i * slot, w_src, w.cols, row0, w.rows, load,
+				 w.cols);
+		load = mid_next(p, load);
+	}
 	ptx_grid_wait();
+	load = chain;
 #pragma unroll
 	for (u32 i = 0; i < MID_DEEP - 1; i++) {
-		if (chain + i * p.chains < p.nr_blocks)
-			mid_load<NT>(smem + i * slot + MID_W_BYTES, x_src, p.x_stride, 0,
-				     p.a.nr_tokens, chain + i * p.chains, w.cols);
+		if (load < p.nr_blocks) {
+			mid_load<NT * 2>(smem + i * slot + w_bytes, x_src, p.x_stride, 0,
+					 p.a.nr_tokens, load, w.cols);
+			load = mid_next(p, load);
+		}
 		tile_commit();
 	}
-	for (u32 kb = chain; kb < p.nr_blocks; kb += p.chains) {
-		const u32 next = kb + (MID_DEEP - 1) * p.chains;
+	for (u32 kb = chain; kb < p.nr_blocks; kb = mid_next(p, kb)) {
 		u8 *to = smem + (at + MID_DEEP - 1) % MID_DEEP * slot;
 
 		tile_wait_all_but<MID_DEEP - 2>();
 		__syncthreads(); /* the block is here, and the one before is used up */
-		if (next < p.nr_blocks) {
-			mid_load<8>(to, w_src, w.cols, row0, w.rows, next, w.cols);
-			mid_load<NT>(to + MID_W_BYTES, x_src, p.x_stride, 0,
-				     p.a.nr_tokens, next, w.cols);
+		if (load < p.nr_blocks) {
+			mid_load<MT * 4>(to, w_src, w.cols, row0, w.rows, load, w.cols);
+			mid_load<NT * 2>(to + w_bytes, x_src, p.x_stride, 0,
+					 p.a.nr_tokens, load, w.cols);
+			load = mid_next(p, load);
 		}
 		tile_commit();
-		mid_mma<NT>(smem + at * slot, smem + at * slot + MID_W_BYTES, acc);
+		mid_mma<NT, MT>(smem + at * slot + w_warp, smem + at * slot + x_warp,
+				acc);
 		at = at + 1 == MID_DEEP ? 0 : at + 1;
+		if (kb + MID_CHAINS >= p.nr_blocks)
+			mid_chain_end<NT, MT>(total, acc);
 	}
 	tile_wait_all_but<0>();
-	__syncthreads();
-	mid_reduce<NT>(p, acc, chain, row0, (float *)smem);
+	if (p.ctas > 1) {
+		__syncthreads();
+		mid_reduce<NT, MT>(p, total, chain, tok, row, (float4 *)smem);
+		return;
+	}
+#pragma unroll
+	for (u32 i = 0; i < MT * NT; i++) {
+		const float(&v)[4] = total[i / NT][i % NT];
+
+		mid_put4(p, tok + i % NT * 8, row + i / NT * 16,
+			 make_float4(v[0], v[1], v[2], v[3]));
+	}
 }
 
 bool kvk_linear_mid_ok(const struct kvk_linear_args *a)
 {
-	const u64 xs = a->x_stride ? a->x_stride : (u64)a->nr_batch * a->w.cols;
+	const u64 xs = kvk_linear_x_stride(a), xb = kvk_linear_x_batch(a);
 
 	return a->x_dtype == KVK_BF16 && a->w.dtype == KVK_BF16 && a->nr_tokens > 16 &&
 	       a->nr_tokens <= MID_TOKENS && a->w.cols % 8 == 0 && xs % 8 == 0 &&
-	       dev_aligned(a->x, 16) && dev_aligned(a->w.data, 16) && a->w.rows &&
-	       a->w.cols && a->nr_batch && a->nr_batch <= 65535;
+	       (a->nr_batch == 1 || xb % 8 == 0) && dev_aligned(a->x, 16) &&
+	       dev_aligned(a->w.data, 16) && a->w.rows && a->w.cols && a->nr_batch &&
+	       a->nr_batch <= 65535;
 }
 
-template <u32 NT> static int mid_launch(const struct mid_params *p, kvk_stream stream)
+template <u32 NT, u32 MT>
+static int mid_launch(const struct mid_params *p, kvk_stream stream)
 {
-	const int bytes = (int)(MID_DEEP * (MID_W_BYTES + NT * 8 * 256));
+	const u32 rows = MT * 32, tiles = (p->a.w.rows + rows - 1) / rows;
+	const int bytes = (int)(MID_DEEP * (rows + NT * 16) * 256);
 	cudaLaunchAttribute attr[2] = {};
 	cudaLaunchConfig_t cfg = {};
 
-	if (cudaFuncSetAttribute((const void *)linear_mid_kernel<NT>,
+	if (cudaFuncSetAttribute((const void *)linear_mid_kernel<NT, MT>,
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 bytes) != cudaSuccess) {
 		(void)cudaGetLastError();
@@ -222,27 +297,35 @@ template <u32 NT> static int mid_launch(const struct mid_params *p, kvk_stream s
 	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
 	attr[0].val.programmaticStreamSerializationAllowed = 1;
 	attr[1].id = cudaLaunchAttributeClusterDimension;
-	attr[1].val.clusterDim.x = p->chains;
+	attr[1].val.clusterDim.x = p->ctas;
 	attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
-	cfg.gridDim =
-		dim3((p->a.w.rows + MID_ROWS - 1) / MID_ROWS * p->chains, p->a.nr_batch);
+	cfg.gridDim = dim3(tiles * p->ctas, p->a.nr_batch);
 	cfg.blockDim = dim3(MID_THREADS);
 	cfg.dynamicSmemBytes = (size_t)bytes;
 	cfg.stream = (cudaStream_t)stream;
 	cfg.attrs = attr;
-	cfg.numAttrs = 2;
-	return cudaLaunchKernelEx(&cfg, linear_mid_kernel<NT>, *p) ? -EIO : 0;
+	cfg.numAttrs = p->ctas > 1 ? 2 : 1;
+	return cudaLaunchKernelEx(&cfg, linear_mid_kernel<NT, MT>, *p) ? -EIO : 0;
 }
 
 int kvk_linear_mid_cuda(const struct kvk_linear_args *a, kvk_stream stream)
 {
+	const u64 wide = (u64)((a->w.rows + 63) / 64) * a->nr_batch;
+	const u64 narrow = (u64)((a->w.rows + 31) / 32) * a->nr_batch;
 	struct mid_params p = {};
+	bool half; /* tiles of 32 rows: all SMs get work, at more bytes of x a row */
 
 	p.a = *a;
-	p.x_stride = a->x_stride ? a->x_stride : (u64)a->nr_batch * a->w.cols;
-	p.y_stride = a->y_stride ? a->y_stride : (u64)a->nr_batch * a->w.rows;
+	p.x_batch = kvk_linear_x_batch(a);
+	p.y_batch = kvk_linear_y_batch(a);
+	p.x_stride = kvk_linear_x_stride(a);
+	p.y_stride = kvk_linear_y_stride(a);
 	p.nr_blocks = (a->w.cols + 127) / 128;
-	for (p.chains = 1; p.chains < KV_MIN(p.nr_blocks, MID_CHAINS);)
-		p.chains *= 2;
-	return a->nr_tokens <= 32 ? mid_launch<4>(&p, stream) : mid_launch<8>(&p, stream);
+	p.ctas = 1;
+	while (wide < MID_ALONE && p.ctas < KV_MIN(p.nr_blocks, MID_CHAINS))
+		p.ctas *= 2;
+	half = narrow * p.ctas <= MID_SMS;
+	if (a->nr_tokens <= 32)
+		return half ? mid_launch<2, 1>(&p, stream) : mid_launch<2, 2>(&p, stream);
+	return half ? mid_launch<4, 1>(&p, stream) : mid_launch<4, 2>(&p, stream);
 }

@@ -13,7 +13,7 @@ extern "C" {
 bool kvk_linear_mid_ok(const struct kvk_linear_args *a);
 
 /**
- * kvk_linear_mid_cuda() - linear, columns shared out to a cluster's CTAs
+ * kvk_linear_mid_cuda() - linear, a tile of rows by a CTA or by a cluster
  * @a: kvk_linear_mid_ok(), and what kvk_linear_cuda() checks
  * @stream: queued here; never waits, may be captured
  *

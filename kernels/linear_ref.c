@@ -26,9 +26,7 @@ static bool x_in_place(const struct kvk_linear_args *a)
 
 static size_t x_index(const struct kvk_linear_args *a, u32 t, u32 b)
 {
-	size_t stride = a->x_stride ? a->x_stride : (size_t)a->nr_batch * a->w.cols;
-
-	return t * stride + (size_t)b * a->w.cols;
+	return t * kvk_linear_x_stride(a) + b * kvk_linear_x_batch(a);
 }
 
 static void x_prepare(const struct kvk_linear_args *a, u32 b, struct x_block *blk,
@@ -55,8 +53,7 @@ static void x_prepare(const struct kvk_linear_args *a, u32 b, struct x_block *bl
 static void y_store(const struct kvk_linear_args *a, u32 b, u32 t, u32 row,
 		    const float *dots)
 {
-	size_t stride = a->y_stride ? a->y_stride : (size_t)a->nr_batch * a->w.rows;
-	size_t at = t * stride + (size_t)b * a->w.rows + row;
+	size_t at = t * kvk_linear_y_stride(a) + b * kvk_linear_y_batch(a) + row;
 	u32 n = KV_MIN(a->w.rows - row, KVK_TILE_ROWS);
 	float v[KVK_TILE_ROWS], old[KVK_TILE_ROWS];
 
@@ -108,13 +105,9 @@ int kvk_linear_ref(const struct kvk_linear_args *a, kvk_stream stream)
 {
 	u64 work = (u64)a->nr_tokens * a->w.rows * a->w.cols * a->nr_batch;
 
-	if (kvk_weight_check(&a->w) || !a->x || !a->y || !a->nr_batch ||
+	if (kvk_weight_check(&a->w) || !a->x || !a->y || !kvk_linear_strides_ok(a) ||
 	    !kvk_act_dtype_ok(a->x_dtype) || !kvk_act_dtype_ok(a->y_dtype) ||
 	    kvk_padded(a->w.cols) > XBUF_FLOATS)
-		return -EINVAL;
-	if (a->x_stride && a->x_stride < (u64)a->nr_batch * a->w.cols)
-		return -EINVAL;
-	if (a->y_stride && a->y_stride < (u64)a->nr_batch * a->w.rows)
 		return -EINVAL;
 	if (a->bias && a->nr_batch != 1)
 		return -EINVAL;

@@ -30,6 +30,8 @@ struct tiled_params {
 	struct kvk_linear_args a;
 	u64 x_stride;
 	u64 y_stride;
+	u64 x_batch;
+	u64 y_batch;
 };
 
 /* Bytes of a stage: W, then x (BF16, later e4m3 codes as f16), then x's scales. */
@@ -87,7 +89,7 @@ KVK_DEV void tile_load(const struct tiled_params &p, u8 *stage, u32 kb)
 		const u32 col = kb * TILE_COLS + q * 8;
 		const u32 left = col < w.cols ? (w.cols - col) * 2 : 0;
 		const u16 *src =
-			(const u16 *)p.a.x + t * p.x_stride + (u64)blockIdx.z * w.cols;
+			(const u16 *)p.a.x + t * p.x_stride + blockIdx.z * p.x_batch;
 
 		tile_copy16(stage + size::x_at + wide_at(r, q), src + (left ? col : 0),
 			    min(left, 16u));
@@ -218,7 +220,7 @@ KVK_DEV void tile_scale(const u8 *stage, float s, const float (&sum)[2][4][4],
 KVK_DEV void tile_put(const struct tiled_params &p, u32 t, u32 row, float v)
 {
 	const struct kvk_linear_args &a = p.a;
-	const u64 at = t * p.y_stride + (u64)blockIdx.z * a.w.rows + row;
+	const u64 at = t * p.y_stride + blockIdx.z * p.y_batch + row;
 
 	if (t >= a.nr_tokens || row >= a.w.rows)
 		return;
@@ -322,11 +324,10 @@ bool kvk_linear_tiled_ok(const struct kvk_linear_args *a)
 	       (a->w.dtype == KVK_BF16 || (a->w.dtype == KVK_E4M3 && a->w.scales)) &&
 	       (a->y_dtype == KVK_F32 || a->y_dtype == KVK_BF16) && a->x && a->y &&
 	       a->nr_batch && a->nr_batch <= 65535 && !(a->bias && a->nr_batch != 1) &&
-	       a->x_stride % 8 == 0 && dev_aligned(a->x, 16) &&
+	       kvk_linear_x_stride(a) % 8 == 0 && kvk_linear_x_batch(a) % 8 == 0 &&
+	       dev_aligned(a->x, 16) && kvk_linear_strides_ok(a) &&
 	       dev_aligned(a->w.data, 16) && a->nr_tokens &&
-	       a->nr_tokens <= 65535 * TILE_TOKENS &&
-	       (!a->x_stride || a->x_stride >= (u64)a->nr_batch * a->w.cols) &&
-	       (!a->y_stride || a->y_stride >= (u64)a->nr_batch * a->w.rows);
+	       a->nr_tokens <= 65535 * TILE_TOKENS;
 }
 
 template <u32 DTYPE>
@@ -352,8 +353,10 @@ int kvk_linear_tiled_cuda(const struct kvk_linear_args *a, kvk_stream stream)
 	if (!kvk_linear_tiled_ok(a))
 		return -EINVAL;
 	p.a = *a;
-	p.x_stride = a->x_stride ? a->x_stride : (u64)a->nr_batch * a->w.cols;
-	p.y_stride = a->y_stride ? a->y_stride : (u64)a->nr_batch * a->w.rows;
+	p.x_batch = kvk_linear_x_batch(a);
+	p.y_batch = kvk_linear_y_batch(a);
+	p.x_stride = kvk_linear_x_stride(a);
+	p.y_stride = kvk_linear_y_stride(a);
 	if (a->w.dtype == KVK_BF16)
 		return tiled_launch<KVK_BF16>(&p, stream);
 	return tiled_launch<KVK_E4M3>(&p, stream);

@@ -243,6 +243,12 @@ __global__ void __launch_bounds__(256) rope_kernel(const struct kvk_rope_args a)
 	const uint32_t t = unit / a.nr_heads, half = a.rope_dim / 2;
 	const uint64_t at = (uint64_t)t * a.token_stride +
 			    (uint64_t)(unit % a.nr_heads) * a.head_stride + a.offset;
+	const uint64_t to =
+		!a.y ? at
+		     : (uint64_t)t * a.y_token_stride +
+				(uint64_t)(unit % a.nr_heads) * a.y_head_stride +
+				a.y_offset;
+	void *y = a.y ? a.y : a.x;
 	float p[8], q[8];
 
 	ptx_grid_launch();
@@ -268,8 +274,8 @@ __global__ void __launch_bounds__(256) rope_kernel(const struct kvk_rope_args a)
 
 		if (i >= half)
 			continue;
-		act_put(a.act_dtype, a.x, at + i, p[j] * cs[i] - q[j] * cs[half + i]);
-		act_put(a.act_dtype, a.x, at + half + i,
+		act_put(a.act_dtype, y, to + i, p[j] * cs[i] - q[j] * cs[half + i]);
+		act_put(a.act_dtype, y, to + half + i,
 			q[j] * cs[i] + p[j] * cs[half + i]);
 	}
 }
@@ -280,13 +286,7 @@ int kvk_rope_cuda(const struct kvk_rope_args *a, kvk_stream stream)
 
 	if (!a->x || !a->positions || !a->cos_sin || !a->nr_heads || !a->rope_dim ||
 	    a->rope_dim % 2 || a->rope_dim > 512 || !act_ok(a->act_dtype) ||
-	    units > 1u << 31)
-		return -EINVAL;
-	if (a->nr_heads > 1 && (uint64_t)a->offset + a->rope_dim > a->head_stride)
-		return -EINVAL;
-	if (a->nr_tokens > 1 &&
-	    (uint64_t)(a->nr_heads - 1) * a->head_stride + a->offset + a->rope_dim >
-		    a->token_stride)
+	    units > 1u << 31 || !kvk_rope_places_ok(a))
 		return -EINVAL;
 	if (!units)
 		return 0;

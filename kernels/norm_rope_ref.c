@@ -53,13 +53,17 @@ int kvk_norm_ref(const struct kvk_norm_args *a, kvk_stream stream)
 
 static void rope_token(const struct kvk_rope_args *a, u32 t)
 {
-	u32 half = a->rope_dim / 2;
+	const u32 half = a->rope_dim / 2;
+	void *y = a->y ? a->y : a->x;
 	const float *cs = a->cos_sin + (size_t)a->positions[t] * a->rope_dim;
 	float in[ROPE_DIM_MAX], out[ROPE_DIM_MAX];
 
 	for (u32 h = 0; h < a->nr_heads; h++) {
 		size_t at = (size_t)t * a->token_stride + (size_t)h * a->head_stride +
 			    a->offset;
+		size_t to = !a->y ? at
+				  : (size_t)t * a->y_token_stride +
+					    (size_t)h * a->y_head_stride + a->y_offset;
 
 		kvk_act_load(a->act_dtype, a->x, at, in, a->rope_dim);
 		for (u32 i = 0; i < half; i++) {
@@ -69,7 +73,7 @@ static void rope_token(const struct kvk_rope_args *a, u32 t)
 			out[i] = p * cs[i] - q * cs[half + i];
 			out[half + i] = q * cs[i] + p * cs[half + i];
 		}
-		kvk_act_store(a->act_dtype, out, a->x, at, a->rope_dim);
+		kvk_act_store(a->act_dtype, out, y, to, a->rope_dim);
 	}
 }
 
@@ -77,13 +81,7 @@ int kvk_rope_ref(const struct kvk_rope_args *a, kvk_stream stream)
 {
 	if (!a->x || !a->positions || !a->cos_sin || !a->nr_heads || !a->rope_dim ||
 	    a->rope_dim % 2 || a->rope_dim > ROPE_DIM_MAX ||
-	    !kvk_act_dtype_ok(a->act_dtype))
-		return -EINVAL;
-	if (a->nr_heads > 1 && (u64)a->offset + a->rope_dim > a->head_stride)
-		return -EINVAL;
-	if (a->nr_tokens > 1 &&
-	    (u64)(a->nr_heads - 1) * a->head_stride + a->offset + a->rope_dim >
-		    a->token_stride)
+	    !kvk_act_dtype_ok(a->act_dtype) || !kvk_rope_places_ok(a))
 		return -EINVAL;
 #pragma omp parallel for schedule(static) if (a->nr_tokens > 16)
 	for (u32 t = 0; t < a->nr_tokens; t++)

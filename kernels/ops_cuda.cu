@@ -85,8 +85,7 @@ static int moe_int4(const struct kvk_moe_args *a, kvk_stream stream)
 /* Some tokens after the others; every token is computed by itself, so the bits are the same. */
 static int linear_by_16(const struct kvk_linear_args *a, kvk_stream stream)
 {
-	const u64 xs = a->x_stride ? a->x_stride : (u64)a->nr_batch * a->w.cols;
-	const u64 ys = a->y_stride ? a->y_stride : (u64)a->nr_batch * a->w.rows;
+	const u64 xs = kvk_linear_x_stride(a), ys = kvk_linear_y_stride(a);
 	int r = 0;
 
 	for (u32 t = 0; t < a->nr_tokens && !r; t += LINEAR_FEW_TOKENS) {
@@ -111,10 +110,7 @@ static bool linear_is_mid(const struct kvk_linear_args *a)
 /* What kvk_linear_cuda() refuses, kvk_linear_mid_ok() apart. */
 static bool linear_dense(const struct kvk_linear_args *a)
 {
-	const u64 xs = (u64)a->nr_batch * a->w.cols, ys = (u64)a->nr_batch * a->w.rows;
-
-	return a->y && (!a->x_stride || a->x_stride >= xs) &&
-	       (!a->y_stride || a->y_stride >= ys) && (!a->bias || a->nr_batch == 1) &&
+	return a->y && kvk_linear_strides_ok(a) && (!a->bias || a->nr_batch == 1) &&
 	       (a->y_dtype == KVK_F32 || a->y_dtype == KVK_BF16);
 }
 

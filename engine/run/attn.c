@@ -25,34 +25,58 @@ static int linear(struct eng_engine *e, const struct kvk_weight *w, const void *
 	return eng_call_linear(e, &l);
 }
 
-/* One matrix per head: x [tokens][heads][cols] -> y [tokens][heads][rows]. */
+/* One matrix per head: x [tokens][heads][x_batch] -> y [tokens][heads][y_batch]; 0: dense. */
 static int linear_heads(struct eng_engine *e, const struct kvk_weight *w, const void *x,
-			void *y)
+			u32 x_batch, void *y, u32 y_batch)
 {
-	struct eng_linear l = {
-		.w = w, .x = x, .y = y, .nr_batch = e->m->config.nr_q_heads};
+	struct eng_linear l = {.w = w,
+			       .x = x,
+			       .y = y,
+			       .nr_batch = e->m->config.nr_q_heads,
+			       .x_batch = x_batch,
+			       .y_batch = y_batch};
 
 	return eng_call_linear(e, &l);
 }
 
-static int rope(struct eng_engine *e, void *x, u32 nr_heads, u32 head_stride, u32 offset)
+/* Dense heads of @stride values: values @at .. of each. */
+struct heads {
+	void *x;
+	u32 stride;
+	u32 at;
+};
+
+static int rope(struct eng_engine *e, const struct heads *from, const struct heads *to,
+		u32 nr_heads)
 {
 	const struct eng_rope *r = &e->m->config.rope;
 	struct kvk_rope_args a = {
-		.x = x,
+		.x = from->x,
+		.y = to->x,
 		.positions = eng_dev(e, e->step.positions),
 		.cos_sin = e->act.cos_sin,
 		.nr_tokens = e->step.nr_tokens,
 		.nr_heads = nr_heads,
-		.head_stride = head_stride,
-		.token_stride = nr_heads * head_stride,
-		.offset = offset,
+		.head_stride = from->stride,
+		.token_stride = nr_heads * from->stride,
+		.offset = from->at,
+		.y_head_stride = to->stride,
+		.y_token_stride = nr_heads * to->stride,
+		.y_offset = to->at,
 		.rope_dim = r->dim,
 		.act_dtype = e->mem->act_dtype,
 		.interleaved = r->interleaved,
 	};
 
 	return e->ops->rope(&a, e->mem->stream);
+}
+
+/* GQA: the first values of each head, in place. */
+static int rope_here(struct eng_engine *e, void *x, u32 nr_heads)
+{
+	const struct heads h = {.x = x, .stride = e->m->config.head_dim};
+
+	return rope(e, &h, &h, nr_heads);
 }
 
 static void amax_note(float *amax, const float *x, u32 nr_rows, u32 stride, u32 cols)
@@ -149,58 +173,26 @@ static int mla_key(struct eng_engine *e, const struct eng_layer *l)
 		.cols = c->latent_dim,
 		.x_stride = kd,
 	};
-	struct eng_cols k_rope = {
-		.dst = a->k_rope,
-		.dst_stride = c->rope_dim,
-		.src = a->kv,
-		.src_at = c->latent_dim,
-		.src_stride = kd,
-		.nr_rows = n,
-		.cols = c->rope_dim,
-	};
+	const struct heads from = {.x = a->kv, .stride = kd, .at = c->latent_dim};
+	const struct heads to = {.x = a->k_rope, .stride = c->rope_dim};
 	int rc = linear(e, &l->kv_a, a->h, a->kv, NULL);
 
 	if (!rc)
 		rc = eng_call_norm(e, &norm);
-	if (!rc)
-		rc = eng_call_copy(e, &k_rope);
-	return rc ? rc : rope(e, a->k_rope, 1, c->rope_dim, 0);
+	return rc ? rc : rope(e, &from, &to, 1);
 }
 
-/* q_abs = (W_UK^T q_nope, q_rope) */
+/* q_abs = (W_UK^T q_nope, rotated q_rope) */
 static int mla_query(struct eng_engine *e, const struct eng_layer *l)
 {
 	const struct eng_config *c = &e->m->config;
 	struct eng_act *a = &e->act;
-	u32 rows = e->step.nr_tokens * c->nr_q_heads;
 	u32 qd = c->nope_dim + c->rope_dim, kd = c->latent_dim + c->rope_dim;
-	struct eng_cols nope = {.dst = a->q_nope,
-				.dst_stride = c->nope_dim,
-				.src = a->q,
-				.src_stride = qd,
-				.nr_rows = rows,
-				.cols = c->nope_dim};
-	struct eng_cols lat = {.dst = a->q_abs,
-			       .dst_stride = kd,
-			       .src = a->q_lat,
-			       .src_stride = c->latent_dim,
-			       .nr_rows = rows,
-			       .cols = c->latent_dim};
-	struct eng_cols q_rope = {.dst = a->q_abs,
-				  .dst_at = c->latent_dim,
-				  .dst_stride = kd,
-				  .src = a->q,
-				  .src_at = c->nope_dim,
-				  .src_stride = qd,
-				  .nr_rows = rows,
-				  .cols = c->rope_dim};
-	int rc = eng_call_copy(e, &nope);
+	const struct heads from = {.x = a->q, .stride = qd, .at = c->nope_dim};
+	const struct heads to = {.x = a->q_abs, .stride = kd, .at = c->latent_dim};
+	int rc = linear_heads(e, &l->w_uk_t, a->q, qd, a->q_abs, kd);
 
-	if (!rc)
-		rc = linear_heads(e, &l->w_uk_t, a->q_nope, a->q_lat);
-	if (!rc)
-		rc = eng_call_copy(e, &lat);
-	return rc ? rc : eng_call_copy(e, &q_rope);
+	return rc ? rc : rope(e, &from, &to, c->nr_q_heads);
 }
 
 static int mla_project(struct eng_engine *e, const struct eng_layer *l)
@@ -227,8 +219,6 @@ static int mla_project(struct eng_engine *e, const struct eng_layer *l)
 		rc = eng_call_norm(e, &q_norm);
 	if (!rc)
 		rc = linear(e, &l->q_b, a->q_a, a->q, NULL);
-	if (!rc)
-		rc = rope(e, a->q, c->nr_q_heads, c->nope_dim + c->rope_dim, c->nope_dim);
 	return rc ? rc : mla_query(e, l);
 }
 
@@ -244,7 +234,7 @@ static int mla_block(struct eng_engine *e, u32 layer)
 	if (!rc)
 		rc = attention(e, layer, a->q_abs);
 	if (!rc)
-		rc = linear_heads(e, &l->w_uv, a->attn, a->attn_v);
+		rc = linear_heads(e, &l->w_uv, a->attn, 0, a->attn_v, 0);
 	if (!rc)
 		rc = linear(e, &l->o, a->attn_v, a->y, NULL);
 	return rc;
@@ -269,7 +259,7 @@ static int gqa_block(struct eng_engine *e, u32 layer)
 	const struct eng_config *c = &e->m->config;
 	const struct eng_layer *l = &e->w.layers[layer];
 	struct eng_act *a = &e->act;
-	u32 n = e->step.nr_tokens, d = c->head_dim;
+	u32 n = e->step.nr_tokens;
 	int rc;
 
 	rc = linear(e, &l->q, a->h, a->q, l->q_bias);
@@ -282,9 +272,9 @@ static int gqa_block(struct eng_engine *e, u32 layer)
 	if (!rc)
 		rc = norm_heads(e, l->k_norm, a->k, n * c->nr_kv_heads);
 	if (!rc)
-		rc = rope(e, a->q, c->nr_q_heads, d, 0);
+		rc = rope_here(e, a->q, c->nr_q_heads);
 	if (!rc)
-		rc = rope(e, a->k, c->nr_kv_heads, d, 0);
+		rc = rope_here(e, a->k, c->nr_kv_heads);
 	if (!rc)
 		rc = append(e, layer);
 	if (!rc)

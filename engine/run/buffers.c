@@ -192,8 +192,6 @@ static int alloc_attn(struct eng_engine *e)
 	if (c->arch == ENG_ARCH_MLA) {
 		GET_ACT(a->q_a, t * c->q_rank);
 		GET_ACT(a->q, t * h * (c->nope_dim + c->rope_dim));
-		GET_ACT(a->q_nope, t * h * c->nope_dim);
-		GET_ACT(a->q_lat, t * h * c->latent_dim);
 		GET_ACT(a->q_abs, t * h * (c->latent_dim + c->rope_dim));
 		GET_ACT(a->kv, t * (c->latent_dim + c->rope_dim));
 		GET_ACT(a->latent, t * c->latent_dim);

@@ -25,6 +25,8 @@ int eng_call_linear(struct eng_engine *e, const struct eng_linear *l)
 		.x_dtype = e->mem->act_dtype,
 		.y_dtype = l->y_f32 ? KVK_F32 : e->mem->act_dtype,
 		.nr_batch = l->nr_batch ? l->nr_batch : 1,
+		.x_batch = l->x_batch,
+		.y_batch = l->y_batch,
 		.accumulate = l->accumulate,
 	};
 
@@ -48,21 +50,4 @@ int eng_call_norm(struct eng_engine *e, const struct eng_norm *n)
 	};
 
 	return e->ops->norm(&a, e->mem->stream);
-}
-
-/** eng_call_copy() - columns of activations. Return: 0; -EIO */
-int eng_call_copy(struct eng_engine *e, const struct eng_cols *c)
-{
-	struct eng_copy_args a = {
-		.dst = eng_act_at(e, c->dst, c->dst_at),
-		.src = eng_act_at(e, c->src, c->src_at),
-		.dst_stride = c->dst_stride,
-		.src_stride = c->src_stride,
-		.dst_dtype = e->mem->act_dtype,
-		.src_dtype = e->mem->act_dtype,
-		.nr_rows = c->nr_rows,
-		.cols = c->cols,
-	};
-
-	return e->mem->ops->copy(e->mem, &a);
 }

@@ -197,8 +197,6 @@ struct eng_act {
 	void *y;      /* [T][hidden] a block's output */
 	void *q_a;    /* MLA [T][q_rank] */
 	void *q;      /* [T][heads * (nope + rope)] or [T][heads * head_dim] */
-	void *q_nope; /* MLA [T][heads][nope] */
-	void *q_lat;  /* MLA [T][heads][latent] */
 	void *q_abs;  /* MLA [T][heads][latent + rope] */
 	void *kv;     /* MLA [T][latent + rope] */
 	void *latent; /* MLA [T][latent] */
@@ -361,6 +359,8 @@ struct eng_linear {
 	const float *bias;
 	u32 nr_tokens;
 	u32 nr_batch;
+	u32 x_batch; /* elements between a token's vectors; 0: dense */
+	u32 y_batch;
 	bool accumulate;
 	bool y_f32;
 };
@@ -376,22 +376,9 @@ struct eng_norm {
 	u32 x_stride; /* 0: cols */
 };
 
-/* @cols values of each of @nr_rows rows, from element src_at to dst_at of a row */
-struct eng_cols {
-	void *dst;
-	const void *src;
-	u32 dst_at;
-	u32 dst_stride;
-	u32 src_at;
-	u32 src_stride;
-	u32 nr_rows;
-	u32 cols;
-};
-
 void *eng_act_at(const struct eng_engine *e, const void *base, size_t index);
 int eng_call_linear(struct eng_engine *e, const struct eng_linear *l);
 int eng_call_norm(struct eng_engine *e, const struct eng_norm *n);
-int eng_call_copy(struct eng_engine *e, const struct eng_cols *c);
 
 /* device.c */
 int eng_weights_place(struct eng_engine *e);

@@ -231,10 +231,18 @@ static void data_args(struct step_data *d, const struct step_line *l, uint32_t n
 	d->norm = (struct kvk_norm_args){d->act[0], d->act[1], d->weight, d->act[2],
 					 1e-6f,	    n,	       HIDDEN,	  HIDDEN,
 					 HIDDEN,    KVK_BF16};
-	d->rope = (struct kvk_rope_args){
-		d->act[0], d->positions,       d->cos_sin,	    n,	      Q_HEADS,
-		Q_STRIDE,  Q_HEADS * Q_STRIDE, Q_STRIDE - ROPE_DIM, ROPE_DIM, KVK_BF16,
-		true};
+	d->rope = (struct kvk_rope_args){};
+	d->rope.x = d->act[0];
+	d->rope.positions = d->positions;
+	d->rope.cos_sin = d->cos_sin;
+	d->rope.nr_tokens = n;
+	d->rope.nr_heads = Q_HEADS;
+	d->rope.head_stride = Q_STRIDE;
+	d->rope.token_stride = Q_HEADS * Q_STRIDE;
+	d->rope.offset = Q_STRIDE - ROPE_DIM;
+	d->rope.rope_dim = ROPE_DIM;
+	d->rope.act_dtype = KVK_BF16;
+	d->rope.interleaved = true;
 	d->silu = (struct kvk_silu_args){d->act[0], d->act[2], n, INTER, KVK_BF16};
 	d->sample.logits = d->logits;
 	d->sample.temperature = d->temperature;

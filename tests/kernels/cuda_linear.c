@@ -18,8 +18,9 @@ static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct 
 {
 	struct kvt_matrix m =
 		kvt_matrix_make(g, dtype, s->nr_batch, s->rows, s->cols, 32, 0);
-	u32 xs = s->nr_batch * s->cols + s->strided * 24;
-	u32 ys = s->nr_batch * s->rows + s->strided * 3;
+	u32 xb = s->cols + s->strided * 8, yb = s->rows + s->strided;
+	u32 xs = s->nr_batch * xb + s->strided * 24;
+	u32 ys = s->nr_batch * yb + s->strided * 3;
 	size_t nx = (size_t)s->nr_tokens * xs, ny = (size_t)s->nr_tokens * ys;
 	size_t per = (size_t)s->rows * s->cols * s->nr_batch;
 	size_t scales =
@@ -32,6 +33,8 @@ static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct 
 				    .x_dtype = KVK_BF16,
 				    .y_dtype = y_dtype,
 				    .nr_batch = s->nr_batch,
+				    .x_batch = s->strided ? xb : 0,
+				    .y_batch = s->strided ? yb : 0,
 				    .accumulate = s->accumulate},
 			       d, few;
 	size_t y_bytes = acts_bytes(y_dtype, ny);
@@ -66,7 +69,7 @@ static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct 
 		few.y = gpu_copy(a_y_before, y_bytes);
 		KVT_EXPECT_EQ(kvk_linear_mid_cuda(&few, NULL), 0);
 		if (memcmp(tiled, gpu_fetch(few.y, y_bytes), y_bytes))
-			KVT_FAIL("%u x %u, %u tokens: a cluster's bits are others",
+			KVT_FAIL("%u x %u, %u tokens: linear_mid's bits are others",
 				 s->rows, s->cols, s->nr_tokens);
 	}
 	acts_equal(y_dtype, tiled, host_y, ny, y_dtype == KVK_F32 ? 1e-4 : 0.03,
@@ -81,6 +84,8 @@ static const struct shape shapes[] = {
 	{48, 64, 70, 3, false, false, true},	{129, 2064, 5, 2, false, true, true},
 	{200, 1160, 48, 1, true, false, false}, {72, 520, 40, 3, false, true, true},
 	{96, 384, 17, 2, false, false, false},	{1000, 2304, 64, 1, false, false, false},
+	{6200, 1032, 50, 1, true, false, true}, {600, 904, 23, 11, false, true, true},
+	{513, 128, 61, 12, false, false, true}, {260, 120, 64, 2, false, true, false},
 };
 
 static void linear_all(u32 dtype)

@@ -181,6 +181,37 @@ KVT_TEST(norm_against_float64)
 	}
 }
 
+/* Into another array: the same values, and nothing else is touched there or here. */
+static void rope_elsewhere(const struct kvk_rope_args *rotated, const float *old,
+			   const float *want)
+{
+	enum { TOKENS = 5, HEAD = 21, TOKEN = 67, AT = 3 };
+	struct kvk_rope_args a = *rotated;
+	float x[TOKENS * 128], y[TOKENS * TOKEN];
+
+	memcpy(x, old, sizeof(x));
+	for (u32 i = 0; i < TOKENS * TOKEN; i++)
+		y[i] = 55.0f;
+	a.x = x;
+	a.y = y;
+	a.y_head_stride = HEAD;
+	a.y_token_stride = TOKEN;
+	a.y_offset = AT;
+	KVT_EXPECT_EQ(kvk_host_ops()->rope(&a, NULL), 0);
+	KVT_EXPECT(!memcmp(x, old, sizeof(x)));
+	for (u32 i = 0; i < TOKENS * TOKEN; i++) {
+		u32 t = i / TOKEN, h = i % TOKEN / HEAD, k = i % TOKEN % HEAD;
+
+		if (h < a.nr_heads && k >= AT && k < AT + a.rope_dim)
+			KVT_EXPECT(y[i] ==
+				   want[t * 128 + h * a.head_stride + a.offset + k - AT]);
+		else
+			KVT_EXPECT(y[i] == 55.0f);
+	}
+	a.y_head_stride = a.rope_dim + AT - 1;
+	KVT_EXPECT_EQ(kvk_host_ops()->rope(&a, NULL), -EINVAL);
+}
+
 KVT_TEST(rope_pairs_and_halves)
 {
 	enum { TOKENS = 5, HEADS = 3, STRIDE = 40, DIM = 16, OFF = 20 };
@@ -228,6 +259,7 @@ KVT_TEST(rope_pairs_and_halves)
 				}
 				KVT_EXPECT_LE(fabs(want - x[t * 128 + c]), 5e-7);
 			}
+		rope_elsewhere(&a, old, x);
 	}
 }
 

@@ -205,6 +205,51 @@ KVT_TEST(linear_batch_of_matrices)
 	}
 }
 
+/* Vectors of a batch that lie apart: the same bits, and what lies between stays. */
+KVT_TEST(linear_batch_with_strides)
+{
+	enum { T = 3, B = 5, R = 30, C = 64, XB = 70, YB = 33, XS = 360, YS = 170 };
+	float x[T * XS], dense[T * B * C], y[T * YS], want[T * B * R];
+	struct kvk_linear_args a = {.x = dense,
+				    .y = want,
+				    .nr_tokens = T,
+				    .x_dtype = KVK_F32,
+				    .y_dtype = KVK_F32,
+				    .nr_batch = B};
+	struct kvt_matrix m;
+
+	rng.state = kvt_rand64();
+	m = kvt_matrix_make(&rng, KVK_BF16, B, R, C, 0, 0);
+	a.w = m.w;
+	kvt_rng_fill(&rng, x, T * XS, 1.0f);
+	for (u32 i = 0; i < T * B * C; i++)
+		dense[i] = x[i / (B * C) * XS + i / C % B * XB + i % C];
+	KVT_EXPECT_EQ(kvk_host_ops()->linear(&a, NULL), 0);
+	for (u32 i = 0; i < T * YS; i++)
+		y[i] = 77.0f;
+	a.x = x;
+	a.y = y;
+	a.x_stride = XS;
+	a.y_stride = YS;
+	a.x_batch = XB;
+	a.y_batch = YB;
+	KVT_EXPECT_EQ(kvk_host_ops()->linear(&a, NULL), 0);
+	for (u32 i = 0; i < T * YS; i++) {
+		u32 at = i % YS, r = at % YB;
+
+		if (at / YB < B && r < R)
+			KVT_EXPECT(y[i] == want[(i / YS * B + at / YB) * R + r]);
+		else
+			KVT_EXPECT(y[i] == 77.0f);
+	}
+	a.y_batch = R - 1; /* vectors would overlap */
+	KVT_EXPECT_EQ(kvk_host_ops()->linear(&a, NULL), -EINVAL);
+	a.y_batch = YB;
+	a.x_stride = 4 * XB + C - 1; /* tokens would */
+	KVT_EXPECT_EQ(kvk_host_ops()->linear(&a, NULL), -EINVAL);
+	kvt_matrix_fini(&m);
+}
+
 KVT_TEST(linear_refuses_what_it_cannot_do)
 {
 	float x[64] = {0}, y[64];

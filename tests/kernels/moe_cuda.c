@@ -492,6 +492,32 @@ KVT_TEST(silu_as_the_reference)
 	free(m);
 }
 
+/* Into another array; @r is the host's call, rotated in place in m->y. */
+static void rope_elsewhere(const struct kvk_rope_args *r, struct acts *m,
+			   const u32 *positions)
+{
+	enum { HEAD = 72, AT = 8, VALUES = ROWS * 8 * HEAD };
+	static u16 y[VALUES];
+	struct kvk_rope_args a = *r;
+
+	memset(y, 0x11, sizeof(y));
+	a.x = dev_copy(m->x, 2 * ALL);
+	a.y = dev_copy(y, sizeof(y));
+	a.positions = dev_copy(positions, ROWS * sizeof(*positions));
+	a.cos_sin = dev_copy(m->table, sizeof(m->table));
+	a.y_head_stride = HEAD;
+	a.y_token_stride = 8 * HEAD;
+	a.y_offset = AT;
+	KVT_EXPECT_EQ(kvk_rope_cuda(&a, NULL), 0);
+	dev_read(y, a.y, sizeof(y));
+	for (u32 i = 0; i < VALUES; i++) {
+		u32 t = i / (8 * HEAD), h = i / HEAD % 8, k = i % HEAD;
+		const u16 *in_place = m->got + t * COLS + h * r->head_stride + r->offset;
+
+		KVT_EXPECT_EQ(y[i], k < AT ? 0x1111 : in_place[k - AT]);
+	}
+}
+
 KVT_TEST(rope_both_pairings)
 {
 	u32 positions[ROWS] = {0, 7, 1, 63, 30};
@@ -519,6 +545,7 @@ KVT_TEST(rope_both_pairings)
 		r.cos_sin = m->table;
 		KVT_EXPECT_EQ(kvk_host_ops()->rope(&r, NULL), 0);
 		KVT_EXPECT(rel_bf16(m->got, m->y, ALL) < 5e-4);
+		rope_elsewhere(&r, m, positions);
 	}
 	free(m);
 }
