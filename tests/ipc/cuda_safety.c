@@ -41,4 +41,11 @@ KVT_TEST_T(o19_killed_under_a_long_kernel, 240)
 	      3);
 }
 
+/* P8: what the copy engines have queued ends before a page is given on. */
+KVT_TEST_T(o19_killed_while_copies_run, 120)
+{
+	bench("kill --backend cuda --work copies --rounds 8",
+	      "; 0 released before the last store\n", 3);
+}
+
 KVT_MAIN()

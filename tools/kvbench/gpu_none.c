@@ -14,6 +14,11 @@ int kvb_gpu_store(struct eng_mem *m, u64 *page, u64 *counter, u64 ns)
 	return -ENOSYS;
 }
 
+int kvb_gpu_copies(struct eng_mem *m, struct kvb_gpu_copies *c)
+{
+	return -ENOSYS;
+}
+
 int kvb_gpu_read(struct eng_mem *m, const void *from, size_t bytes, u64 *sink)
 {
 	return -ENOSYS;

@@ -8,6 +8,7 @@
 #define READ_THREADS 512u
 #define READ_CTAS    528u
 #define READ_ILP     8u
+#define COPIES_AHEAD 128u /* rounds */
 
 static int answer(cudaError_t e)
 {
@@ -45,6 +46,53 @@ int kvb_gpu_store(struct eng_mem *m, u64 *page, u64 *counter, u64 ns)
 {
 	store_kernel<<<1, 1, 0, (cudaStream_t)m->stream>>>(page, counter, ns);
 	return answer(cudaGetLastError());
+}
+
+/* What a process's copies come from: a page of bytes, and one number for each round ahead. */
+struct copies_from {
+	void *page;
+	u64 *numbers;
+	cudaEvent_t done[COPIES_AHEAD];
+};
+
+static int copies_open(const struct kvb_gpu_copies *c, struct copies_from *from)
+{
+	const size_t bytes = COPIES_AHEAD * 2 * sizeof(u64);
+	u64 numbers[COPIES_AHEAD * 2];
+	int r = answer(cudaMallocHost(&from->page, c->page_bytes));
+
+	if (!r)
+		r = answer(cudaMalloc((void **)&from->numbers, bytes));
+	for (u32 i = 0; i < COPIES_AHEAD && !r; i++)
+		r = answer(
+			cudaEventCreateWithFlags(&from->done[i], cudaEventDisableTiming));
+	if (r)
+		return r;
+	for (u32 i = 0; i < COPIES_AHEAD * 2; i++)
+		numbers[i] = i + 1;
+	return answer(cudaMemcpy(from->numbers, numbers, bytes, cudaMemcpyHostToDevice));
+}
+
+int kvb_gpu_copies(struct eng_mem *m, struct kvb_gpu_copies *c)
+{
+	static struct copies_from from;
+	const u32 slot = (u32)(c->step % COPIES_AHEAD);
+	cudaStream_t stream = (cudaStream_t)m->stream;
+	int r = from.page ? 0 : copies_open(c, &from);
+
+	if (!r && c->step >= COPIES_AHEAD)
+		r = answer(cudaEventSynchronize(from.done[slot]));
+	for (u32 i = 0; i < c->nr_pages && !r; i++)
+		r = answer(cudaMemcpyAsync(c->pages[i], from.page, c->page_bytes,
+					   cudaMemcpyHostToDevice, stream));
+	if (!r)
+		r = answer(cudaMemcpyAsync(c->counter,
+					   from.numbers + c->step % (COPIES_AHEAD * 2),
+					   sizeof(u64), cudaMemcpyDeviceToHost, stream));
+	if (!r)
+		r = answer(cudaEventRecord(from.done[slot], stream));
+	c->step++;
+	return r;
 }
 
 __global__ void __launch_bounds__(READ_THREADS)

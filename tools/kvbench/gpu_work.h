@@ -25,6 +25,23 @@ int kvb_gpu_share(void *host, size_t bytes, void **ret_dev);
  */
 int kvb_gpu_store(struct eng_mem *m, u64 *page, u64 *counter, u64 ns);
 
+/** struct kvb_gpu_copies - where kvb_gpu_copies() copies to, again and again */
+struct kvb_gpu_copies {
+	void *const *pages; /* device addresses */
+	u32 nr_pages;
+	size_t page_bytes;
+	u64 *counter; /* host memory of kvb_gpu_share(), by its host address */
+	u64 step;
+};
+
+/**
+ * kvb_gpu_copies() - one round queued on m->stream: all pages from pinned host memory, then the
+ * counter from device memory, by the copy engines alone
+ *
+ * Waits while a hundred rounds and more are on their way. A process calls it from one thread.
+ */
+int kvb_gpu_copies(struct eng_mem *m, struct kvb_gpu_copies *c);
+
 /**
  * kvb_gpu_read() - read @bytes once, as fast as the memory gives them
  * @sink: device address, one u64; its value is meaningless

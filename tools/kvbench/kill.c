@@ -41,6 +41,7 @@
 extern char **environ;
 
 static const char *const child_names[] = {"none", "handler", "bare"};
+static const char *const work_names[] = {"kernel", "copies"};
 
 /*
  * What is timed, in ms: hang-up and pidfd from the kill of the victim, the rest from the
@@ -55,6 +56,7 @@ struct options {
 	enum kvb_backend backend;
 	u64 rounds;
 	u32 children; /* bits by enum kill_child */
+	enum kill_work work;
 	bool json;
 };
 
@@ -303,6 +305,7 @@ static int victim_spawn(struct scene *s, enum kill_child child, pid_t *ret_pid,
 			      "--fd",	    fd,
 			      "--pipe",	    pipe_fd,
 			      "--children", child_names[child],
+			      "--work",	    work_names[s->opt->work],
 			      "--backend",  s->opt->backend == KVB_HOST ? "host" : "cuda",
 			      NULL};
 	int fds[2], r;
@@ -474,7 +477,8 @@ static int run(struct scene *s, cJSON *list)
 static int usage(void)
 {
 	fprintf(stderr, "usage: kvbench kill [--rounds 1..200] [--backend "
-			"auto|host|cuda] [--children none,handler,bare] [--json]\n");
+			"auto|host|cuda] [--children none,handler,bare]\n"
+			"                    [--work kernel|copies] [--json]\n");
 	return 2;
 }
 
@@ -489,6 +493,17 @@ static int parse_children(const char *text, u32 *ret)
 	return set ? 0 : usage();
 }
 
+static int parse_work(const char *text, enum kill_work *ret)
+{
+	for (u32 i = 0; i < KV_ARRAY_SIZE(work_names); i++) {
+		if (strcmp(text, work_names[i]))
+			continue;
+		*ret = (enum kill_work)i;
+		return 0;
+	}
+	return usage();
+}
+
 struct victim_args {
 	const char *socket_path;
 	u64 fd, pipe;
@@ -499,7 +514,7 @@ static int parse(int argc, char **argv, struct options *opt, struct victim_args 
 	static const struct option longs[] = {
 		{"rounds", 1, 0, 'r'}, {"backend", 1, 0, 'b'}, {"children", 1, 0, 'c'},
 		{"victim", 1, 0, 'v'}, {"fd", 1, 0, 'f'},      {"pipe", 1, 0, 'p'},
-		{"json", 0, 0, 'j'},   {0, 0, 0, 0},
+		{"work", 1, 0, 'w'},   {"json", 0, 0, 'j'},    {0, 0, 0, 0},
 	};
 	int c, r = 0;
 
@@ -511,6 +526,8 @@ static int parse(int argc, char **argv, struct options *opt, struct victim_args 
 			r = kvb_backend_parse(optarg);
 		else if (c == 'c')
 			r = parse_children(optarg, &opt->children);
+		else if (c == 'w')
+			r = parse_work(optarg, &opt->work);
 		else if (c == 'f' || c == 'p')
 			r = kvb_number("fd", optarg, 0, 1 << 20,
 				       c == 'f' ? &v->fd : &v->pipe);
@@ -542,13 +559,14 @@ int kvb_kill(int argc, char **argv)
 		return r;
 	if (v.socket_path)
 		return kill_victim(opt.backend, v.socket_path,
-				   (enum kill_child)__builtin_ctz(opt.children),
+				   (enum kill_child)__builtin_ctz(opt.children), opt.work,
 				   (int)v.fd, (int)v.pipe);
 	if (scene_open(&s, &opt))
 		return 1;
 	o = cJSON_CreateObject();
 	cJSON_AddStringToObject(o, "schema", "kvbench-kill/1");
 	kvb_json_where(o, opt.backend);
+	cJSON_AddStringToObject(o, "work", work_names[opt.work]);
 	list = cJSON_AddArrayToObject(o, "rows");
 	r = run(&s, list);
 	kvc_close(s.c);

@@ -21,6 +21,13 @@
  */
 enum kill_child { KILL_NONE, KILL_HANDLER, KILL_BARE, KILL_CHILDREN };
 
+/**
+ * enum kill_work - what goes on when the victim dies
+ * @KILL_KERNEL: a kernel that stores
+ * @KILL_COPIES: copies into its pages by the copy engines, a hundred rounds queued
+ */
+enum kill_work { KILL_KERNEL, KILL_COPIES };
+
 /** struct kill_shared - memory of watcher and victim, a memfd; @counter counts stores */
 struct kill_shared {
 	u64 counter;
@@ -35,6 +42,6 @@ struct kill_shared {
  * Return: only on failure, an exit status.
  */
 int kill_victim(enum kvb_backend b, const char *socket_path, enum kill_child child,
-		int fd, int pipe);
+		enum kill_work what, int fd, int pipe);
 
 #endif

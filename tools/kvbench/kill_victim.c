@@ -19,8 +19,11 @@
 #define SEEN_US	     200000 /* by then kvmd has asked NVML about a new process */
 
 struct work {
-	u64 *page;
+	struct eng_mem *m;
+	void *pages[KILL_PAGES];
+	size_t page_bytes;
 	u64 *counter;
+	u64 *dev_counter; /* the same, as a kernel sees it */
 };
 
 /* Without a GPU the work is a thread's. */
@@ -29,26 +32,46 @@ static void *store_thread(void *arg)
 	struct work *w = arg;
 
 	for (u64 i = 1;; i++) {
-		__atomic_store_n(w->page, i, __ATOMIC_RELEASE);
+		__atomic_store_n((u64 *)w->pages[0], i, __ATOMIC_RELEASE);
 		__atomic_store_n(w->counter, i, __ATOMIC_RELEASE);
 	}
 	return NULL;
 }
 
-static int work_start(enum kvb_backend b, struct eng_mem *m, u64 *page,
-		      struct kill_shared *shared)
+/* Queues copies as long as it lives; those that are queued go on without it. */
+static void *copy_thread(void *arg)
 {
-	static struct work w;
+	struct work *w = arg;
+	struct kvb_gpu_copies c = {.pages = w->pages,
+				   .nr_pages = KILL_PAGES,
+				   .page_bytes = w->page_bytes,
+				   .counter = w->counter};
+	int r;
+
+	do {
+		r = kvb_gpu_copies(w->m, &c);
+	} while (!r);
+	kvb_said("the copies", r);
+	exit(1);
+}
+
+static int work_start(enum kvb_backend b, struct work *w, struct kill_shared *shared,
+		      enum kill_work what)
+{
 	pthread_t thread;
 	void *counter;
 	int r;
 
-	if (b != KVB_CUDA) {
-		w = (struct work){.page = page, .counter = &shared->counter};
-		return -pthread_create(&thread, NULL, store_thread, &w);
-	}
+	w->counter = &shared->counter;
+	if (b != KVB_CUDA)
+		return -pthread_create(&thread, NULL, store_thread, w);
 	r = kvb_gpu_share(shared, sizeof(*shared), &counter);
-	return r ? r : kvb_gpu_store(m, page, counter, KILL_WORK_NS);
+	if (r)
+		return r;
+	w->dev_counter = counter;
+	return what == KILL_COPIES
+		       ? -pthread_create(&thread, NULL, copy_thread, w)
+		       : kvb_gpu_store(w->m, w->pages[0], w->dev_counter, KILL_WORK_NS);
 }
 
 /* The child knows nothing; it only lives on. System calls alone: see KILL_BARE. */
@@ -76,8 +99,9 @@ static pid_t child_start(enum kill_child child, int pipe)
 }
 
 static int step_start(enum kvb_backend b, struct eng_mem *m, struct kvc *c,
-		      struct kill_shared *shared)
+		      struct kill_shared *shared, enum kill_work what)
 {
+	static struct work w;
 	struct kv_layout layout = kvb_layout(0);
 	struct kv_grant pages[KILL_PAGES];
 	struct kvc_pool *pool;
@@ -93,15 +117,19 @@ static int step_start(enum kvb_backend b, struct eng_mem *m, struct kvc *c,
 	r = kvc_step_begin(c, &step);
 	if (r)
 		return kvb_said("kvc_step_begin", r);
-	r = work_start(b, m, kvc_page_addr(pool, pages[0].pfn), shared);
+	w.m = m;
+	w.page_bytes = kv_page_bytes(&layout);
+	for (u32 i = 0; i < KILL_PAGES; i++)
+		w.pages[i] = kvc_page_addr(pool, pages[i].pfn);
+	r = work_start(b, &w, shared, what);
 	if (r)
-		return kvb_said("the long kernel", r);
+		return kvb_said("the long work", r);
 	kvc_step_launched(step);
 	return 0;
 }
 
 int kill_victim(enum kvb_backend b, const char *socket_path, enum kill_child child,
-		int fd, int pipe)
+		enum kill_work what, int fd, int pipe)
 {
 	struct kvc_options opt = {.size_bytes = sizeof(opt),
 				  .socket_path = socket_path,
@@ -121,7 +149,7 @@ int kill_victim(enum kvb_backend b, const char *socket_path, enum kill_child chi
 		kvb_said("kvc_open", r);
 		return 1;
 	}
-	if (step_start(b, m, c, shared))
+	if (step_start(b, m, c, shared, what))
 		return 1;
 	while (!__atomic_load_n(&shared->counter, __ATOMIC_ACQUIRE))
 		usleep(100);

@@ -1,0 +1,122 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Extents with nobody left but the keeper: the engine that wrote them is gone, then kvmd is killed;
+ * what comes after reads every byte (facts F-keep, design 9). On the GPU, or over the fake driver.
+ */
+#include "tests/ipc/restart.h"
+
+#define NR_PAGES 40u
+#define ALONE_US 300000
+
+static void tokens_make(u32 *tokens)
+{
+	for (u32 i = 0; i < NR_PAGES * KV_PAGE_TOKENS; i++)
+		tokens[i] = 9000 + i;
+}
+
+static u8 pattern(u32 page, u64 at)
+{
+	return (u8)(page * 7 + at / 512 + at % 251);
+}
+
+/* Writes pages and seals them, says so, waits to be killed. */
+static int writer(void *arg)
+{
+	static u32 tokens[NR_PAGES * KV_PAGE_TOKENS], crc[NR_PAGES];
+	struct kv_layout layout = ipc_layout();
+	u64 bytes = kv_page_bytes(&layout);
+	struct kv_seal_ret rets[NR_PAGES];
+	struct kv_grant pages[NR_PAGES];
+	struct kvc_seal seal = {.size_bytes = sizeof(seal),
+				.nr_pages = NR_PAGES,
+				.pages = pages,
+				.crc32c = crc,
+				.tokens = tokens,
+				.ret_seals = rets};
+	struct kvc *c = ipc_connect(&kvmd);
+	struct kvc_pool *pool = ipc_pool(c);
+	struct kvc_step *step;
+	u8 *buf = malloc(bytes);
+
+	/* KV_PENDING while the driver starts in kvmd */
+	expect_within(!kvc_alloc(pool, NR_PAGES, KV_GFP_NOWAIT, pages), 10000);
+	KVT_EXPECT_EQ(kvc_step_begin(c, &step), 0);
+	kvc_step_launched(step);
+	for (u32 i = 0; i < NR_PAGES; i++) {
+		for (u64 k = 0; k < bytes; k++)
+			buf[k] = pattern(i, k);
+		ipc_page_put(pool, pages[i].pfn, 0, buf, bytes);
+	}
+	kvc_step_retire(step);
+	tokens_make(tokens);
+	KVT_EXPECT_EQ(kvc_seal(pool, &seal), 0);
+	KVT_EXPECT_EQ(write((int)(intptr_t)arg, "x", 1), 1);
+	for (;;)
+		pause();
+}
+
+/* Finds them by their tokens; every byte is the one that was written. */
+static int reader(void *arg)
+{
+	static u32 tokens[NR_PAGES * KV_PAGE_TOKENS];
+	struct kv_layout layout = ipc_layout();
+	u64 bytes = kv_page_bytes(&layout);
+	struct kv_hit hits[NR_PAGES];
+	struct kvc_step *step;
+	struct kvc_pool *pool;
+	u8 *buf = malloc(bytes);
+	struct kvc *c;
+	u32 nr = 0;
+	char byte;
+
+	KVT_EXPECT_EQ(read((int)(intptr_t)arg, &byte, 1), 1);
+	c = ipc_connect(&kvmd);
+	pool = ipc_pool(c);
+	tokens_make(tokens);
+	for (u32 ms = 0; ms < 5000 && nr < NR_PAGES; ms++) {
+		kvc_lookup(pool, tokens, NR_PAGES * KV_PAGE_TOKENS, NR_PAGES, hits, &nr);
+		usleep(1000);
+	}
+	KVT_EXPECT_EQ(nr, NR_PAGES);
+	KVT_EXPECT_EQ(kvc_step_begin(c, &step), 0);
+	kvc_step_launched(step);
+	for (u32 i = 0; i < NR_PAGES; i++) {
+		ipc_page_get(pool, hits[i].grant.pfn, 0, buf, bytes);
+		for (u64 k = 0; k < bytes; k++)
+			if (buf[k] != pattern(i, k))
+				KVT_FAIL("page %u, byte %llu is %02x, not %02x", i,
+					 (unsigned long long)k, buf[k], pattern(i, k));
+	}
+	kvc_step_retire(step);
+	kvc_close(c);
+	return 0;
+}
+
+KVT_TEST_T(extents_survive_with_the_keeper_alone, 60)
+{
+	int done[2], go[2];
+	pid_t w, r, keeper;
+	char byte;
+
+	setenv("KVT_BACKEND", "cuda", 1);
+	KVT_EXPECT_EQ(pipe(done), 0);
+	KVT_EXPECT_EQ(pipe(go), 0);
+	start();
+	KVT_NOTE("on %s", ipc_on_card() ? "the card" : "the fake driver");
+	w = ipc_child(writer, (void *)(intptr_t)done[1]);
+	r = ipc_child(reader, (void *)(intptr_t)go[0]);
+	KVT_EXPECT_EQ(read(done[0], &byte, 1), 1);
+	kill(w, SIGKILL);
+	ipc_wait(w);
+	kill_kvmd();
+	keeper = keeper_pid();
+	KVT_EXPECT(keeper > 0);
+	usleep(ALONE_US); /* nobody has the memory mapped, and no context is there */
+	KVT_EXPECT_EQ(keeper_pid(), keeper);
+	again();
+	KVT_EXPECT_EQ(write(go[1], "x", 1), 1);
+	KVT_EXPECT_EQ(ipc_wait(r), 0);
+	ipc_stop(&kvmd);
+}
+
+KVT_MAIN()
