@@ -112,9 +112,7 @@ static void leases_sum(struct work *w)
 		for (u32 pfn = 0; a && pfn < w->pool->geo.nr_pages; pfn++) {
 			const struct kvd_frame *f = &w->pool->frames[pfn];
 
-			/* A damaged record says nothing about leases. */
-			if (a->refs[pfn] && pfn != w->last && foreign(f, s) &&
-			    f->check == kvd_frame_check_word(f)) {
+			if (a->refs[pfn] && pfn != w->last && foreign(f, s)) {
 				w->ad->damage++;
 				lease_drop(a, pfn);
 			}
