@@ -8,9 +8,11 @@
 #include <sys/resource.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 
 #include "kvmd/keep/keep.h"
+#include "kvmd/keep/talk.h"
 
 static char dir[64];
 static pid_t pid;
@@ -23,7 +25,7 @@ static int socket_at(struct sockaddr_un *addr)
 	return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 }
 
-static void keeper_start(void)
+static void keeper_start_for(int die_with)
 {
 	struct sockaddr_un addr;
 	int fd;
@@ -34,8 +36,13 @@ static void keeper_start(void)
 	KVT_EXPECT(fd >= 0 && !bind(fd, (void *)&addr, sizeof(addr)) && !listen(fd, 8));
 	pid = fork();
 	if (pid == 0)
-		_exit(kvd_keeper_main(fd, getppid()));
+		_exit(kvd_keeper_main(fd, die_with));
 	close(fd);
+}
+
+static void keeper_start(void)
+{
+	keeper_start_for(getpid());
 }
 
 static void keeper_end(void)
@@ -174,6 +181,117 @@ KVT_TEST(nonsense_ends_the_connection_only)
 	keeper_end();
 }
 
+/* The same for what it had put, and for what it asked: nobody is there to be told. */
+KVT_TEST(a_dead_kvmd_is_not_answered)
+{
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_LIST};
+	struct kvd_keep_msg p = {
+		.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_PUT, .key = key_of(5)};
+	struct kvd_keep_msg d = {
+		.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_DEL, .key = key_of(3)};
+	int fd = file_with('e');
+	struct seen s = {0};
+	struct kvd_keep k, next;
+
+	keeper_start_for(0); /* it is told of nobody to end with */
+	open_keep(&k);
+	KVT_EXPECT_EQ(put(&k, 2, 'b') + put(&k, 3, 'c') + put(&k, 4, 'd'), 0);
+	kill(pid, SIGSTOP);
+	open_keep(&next);
+	/* the first is read from the old connection, the rest as it is given up */
+	d.key.index = 3;
+	KVT_EXPECT_EQ(kvd_keep_say(k.fd, &d, -1), 0);
+	KVT_EXPECT_EQ(kvd_keep_say(k.fd, &p, fd), 0);
+	KVT_EXPECT_EQ(kvd_keep_say(k.fd, &m, -1), 0);
+	d.key.index = 2;
+	KVT_EXPECT_EQ(kvd_keep_say(k.fd, &d, -1), 0);
+	kvd_keep_close(&k, false);
+	close(fd);
+	kill(pid, SIGCONT);
+	KVT_EXPECT_EQ(kvd_keep_list(&next, see, &s), 2);
+	KVT_EXPECT(s.bytes[4] == 'd' && s.bytes[5] == 'e');
+	kvd_keep_close(&next, true);
+	keeper_end();
+}
+
+/* As a kvmd of before asks: an entry a message. */
+KVT_TEST(listed_one_by_one)
+{
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_LIST};
+	struct seen s = {0};
+	struct kvd_keep k;
+	int fd;
+
+	keeper_start();
+	open_keep(&k);
+	for (u32 i = 0; i < 9; i++)
+		KVT_EXPECT_EQ(put(&k, i, (char)('a' + i)), 0);
+	KVT_EXPECT_EQ(kvd_keep_say(k.fd, &m, -1), 0);
+	for (;;) {
+		KVT_EXPECT_EQ(kvd_keep_hear(k.fd, &m, 0, &fd), 0);
+		if (m.op == KVD_KEEP_END)
+			break;
+		KVT_EXPECT_EQ(m.op, KVD_KEEP_ENTRY);
+		see(&s, &m.key, fd);
+	}
+	KVT_EXPECT(fd == -1 && m.result == 9 && s.nr == 9);
+	for (u32 i = 0; i < 9; i++)
+		KVT_EXPECT_EQ(s.bytes[i], 'a' + i);
+	kvd_keep_close(&k, true);
+	keeper_end();
+}
+
+KVT_TEST(a_descriptor_with_a_message_that_has_none)
+{
+	struct kvd_keep_msg m = {
+		.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_DEL, .key = key_of(6)};
+	struct seen s = {0};
+	struct kvd_keep k;
+	char byte;
+
+	keeper_start();
+	open_keep(&k);
+	KVT_EXPECT_EQ(put(&k, 6, 'f'), 0);
+	KVT_EXPECT_EQ(kvd_keep_say(k.fd, &m, STDIN_FILENO), 0);
+	KVT_EXPECT_EQ(recv(k.fd, &byte, 1, 0), 0); /* hang-up, and nothing is deleted */
+	kvd_keep_close(&k, false);
+	open_keep(&k);
+	KVT_EXPECT_EQ(kvd_keep_list(&k, see, &s), 1);
+	kvd_keep_close(&k, true);
+	keeper_end();
+}
+
+/* Another user's connection is closed, and the one that is served goes on. */
+KVT_TEST(another_uid_is_not_served)
+{
+	struct sockaddr_un addr;
+	struct kvd_keep k;
+	int status;
+	pid_t other;
+
+	if (geteuid())
+		KVT_SKIP("needs root: another uid connects");
+	keeper_start();
+	open_keep(&k);
+	KVT_EXPECT(!chmod(dir, 0755));
+	socket_at(&addr);
+	KVT_EXPECT(!chmod(addr.sun_path, 0777));
+	other = fork();
+	if (!other) {
+		char byte;
+		int fd = socket_at(&addr);
+
+		if (setuid(4242) || connect(fd, (void *)&addr, sizeof(addr)))
+			_exit(2);
+		_exit(recv(fd, &byte, 1, 0) != 0);
+	}
+	KVT_EXPECT_EQ(waitpid(other, &status, 0), other);
+	KVT_EXPECT_EQ(status, 0);
+	KVT_EXPECT_EQ(put(&k, 1, 'a'), 0);
+	kvd_keep_close(&k, true);
+	keeper_end();
+}
+
 /* Nobody waits for a keeper that does not answer. */
 KVT_TEST(silent_keeper_counts_as_dead)
 {
@@ -207,6 +325,8 @@ KVT_TEST(keeper_ends_with_whom_it_was_told_to)
 		close(fds[0]);
 		keeper_of_a_dead();
 	}
+	/* one that is told of somebody who is gone already does not begin */
+	KVT_EXPECT_EQ(kvd_keeper_main(-1, 0x3fffffff), 1);
 	close(fds[1]); /* the keeper has the other one: end of file is its end */
 	waitpid(parent, NULL, 0);
 	KVT_EXPECT_EQ(read(fds[0], path, 1), 0);
@@ -384,13 +504,19 @@ KVT_TEST(answers_that_are_none)
 	for (u32 i = 0; i < KV_ARRAY_SIZE(ops); i++) {
 		struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = ops[i]};
 		struct kvd_keep k = {0};
-		int pair[2];
+		int pair[2], lowest, again;
 
 		KVT_EXPECT(!socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair));
 		k.fd = pair[0];
 		KVT_EXPECT_EQ(send(pair[1], &m, sizeof(m), 0), (ssize_t)sizeof(m));
 		KVT_EXPECT_EQ(kvd_keep_put(&k, &key, 0),
 			      ops[i] == KVD_KEEP_PUT ? 0 : -EPIPE);
+		KVT_EXPECT_EQ(kvd_keep_say(pair[1], &m, STDIN_FILENO), 0);
+		lowest = dup(0);
+		close(lowest);
+		kvd_keep_put(&k, &key, 0);
+		KVT_EXPECT_EQ(again = dup(0), lowest); /* it is closed */
+		close(again);
 		close(pair[0]);
 		close(pair[1]);
 	}
