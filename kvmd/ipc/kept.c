@@ -118,6 +118,11 @@ static int refill(struct kvd *kvd)
 
 	if (kept->refilling)
 		return -EPIPE;
+	/* Before we serve, a keeper that lives has all there is: this start is over, and the
+	 * next one finds it. */
+	if (!kept->serving && kept->there && !KV_MUTANT(replaced_at_start) &&
+	    kvd_keep_lives(&kept->keep))
+		return -EPIPE;
 	kept->refilling = true;
 	kept->restarts++;
 	kvd_loop_del(kvd->loop, &kept->watch);
@@ -348,6 +353,7 @@ int kvd_kept_done(struct kvd *kvd)
 	key.index = 1;
 	if (!r)
 		r = kvd_kept_put(kvd, &key, kvd->admin_listen.fd);
+	kept->serving = !r;
 	watch_keeper(kvd);
 	return r;
 }

@@ -28,6 +28,7 @@ struct kvd_kept_fd {
  * @ops: for the core
  * @there: the keeper is an earlier kvmd's: it is not ended because we cannot start
  * @found: it had an image
+ * @serving: the start is over
  * @fds: [nr], from the keeper, while adopting; @untaken: some found no room
  * @adopted: what was taken over; @adopt_ns how long it took
  * @restarts: keepers that had to be replaced
@@ -40,6 +41,7 @@ struct kvd_kept {
 	struct kvd_keep_ops ops;
 	bool there;
 	bool found;
+	bool serving;
 	bool refilling;
 	struct kvd_kept_fd *fds;
 	u32 nr, room;

@@ -13,6 +13,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/mutant.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
 #include "kvmd/keep/talk.h"
@@ -108,12 +109,27 @@ int kvd_keep_open(struct kvd_keep *k, const char *state_dir, int die_with,
 	return kvd_keep_restart(k);
 }
 
+bool kvd_keep_lives(const struct kvd_keep *k)
+{
+	struct kvd_keep other = *k;
+	int r = connect_to(&other);
+
+	if (!r)
+		close(other.fd);
+	return r != -ENOENT && r != -ECONNREFUSED;
+}
+
 int kvd_keep_restart(struct kvd_keep *k)
 {
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_QUIT};
 	int r;
 
-	if (k->fd >= 0)
+	if (k->fd >= 0) {
+		/* It may only be slow: what it holds nobody would ever reach again. */
+		if (!KV_MUTANT(slow_keeper_stays))
+			send(k->fd, &m, sizeof(m), MSG_NOSIGNAL | MSG_DONTWAIT);
 		close(k->fd);
+	}
 	k->fd = -1;
 	r = start(k);
 	return r ? r : connect_to(k);

@@ -125,7 +125,11 @@ int kvd_keep_list(struct kvd_keep *k,
 		  void (*fn)(void *arg, const struct kvd_keep_key *key, int fd),
 		  void *arg);
 
-/** kvd_keep_restart() - the keeper died: start a new one. It is empty */
+/** kvd_keep_lives() - is a keeper at its place, though it does not answer? */
+bool kvd_keep_lives(const struct kvd_keep *k);
+
+/** kvd_keep_restart() - the keeper died, or does not answer: start a new one, which is
+ * empty. The old one ends when it comes to itself */
 int kvd_keep_restart(struct kvd_keep *k);
 
 /** kvd_keep_close() - @quit: kvmd ends for good: so does the keeper */

@@ -112,7 +112,8 @@ static int list(struct keeper *k, u32 most)
 	return kvd_keep_say(k->conn, &m, -1);
 }
 
-/* Return: 0; -EAGAIN nothing more is there; -EPIPE. @dead: the peer gets no answer. */
+/* Return: 0; -EAGAIN nothing more is there; -EPIPE; -ECONNRESET the peer does not hear its
+ * answer, but what it sent after is good. @dead: the peer gets no answer. */
 static int serve_one(struct keeper *k, bool dead)
 {
 	struct kvd_keep_msg m;
@@ -130,12 +131,12 @@ static int serve_one(struct keeper *k, bool dead)
 		m.result = fd < 0 ? -EBADF : put(k, &m.key, fd);
 		if (m.result && fd >= 0)
 			close(fd);
-		return dead ? 0 : kvd_keep_say(k->conn, &m, -1);
+		return dead || !kvd_keep_say(k->conn, &m, -1) ? 0 : -ECONNRESET;
 	case KVD_KEEP_DEL:
 		del(k, &m.key);
 		return 0;
 	case KVD_KEEP_LIST:
-		return dead ? 0 : list(k, m.key.index);
+		return dead || !list(k, m.key.index) ? 0 : -ECONNRESET;
 	case KVD_KEEP_QUIT:
 		k->quit = true;
 		return 0;
@@ -148,6 +149,24 @@ static void conn_close(struct keeper *k)
 	if (k->conn >= 0)
 		close(k->conn);
 	k->conn = -1;
+}
+
+/* Its last words count: among them may be that we are to end. */
+static void conn_drain(struct keeper *k)
+{
+	while (k->conn >= 0 && !serve_one(k, true))
+		;
+	conn_close(k);
+}
+
+static void conn_ready(struct keeper *k)
+{
+	int r = serve_one(k, false);
+
+	if (r == -ECONNRESET)
+		conn_drain(k);
+	else if (r == -EPIPE)
+		conn_close(k);
 }
 
 /* A new kvmd. What the old one had still sent is taken first. */
@@ -164,9 +183,7 @@ static void take_over(struct keeper *k, int listen_fd)
 		close(fd);
 		return;
 	}
-	while (k->conn >= 0 && !serve_one(k, true))
-		;
-	conn_close(k);
+	conn_drain(k);
 	k->conn = fd;
 }
 
@@ -198,8 +215,8 @@ int kvd_keeper_main(int listen_fd, int die_with)
 			return 1;
 		if (p[2].revents)
 			break;
-		if (p[0].revents && serve_one(&k, false) == -EPIPE)
-			conn_close(&k);
+		if (p[0].revents)
+			conn_ready(&k);
 		if (p[1].revents)
 			take_over(&k, listen_fd);
 	}
