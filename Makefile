@@ -170,7 +170,7 @@ endif
 # A test program is one .c file; its directory says what it links.
 TEST_DIRS := tests/unit/mm tests/unit/own tests/unit/tier tests/unit/keep tests/unit/ipc tests/unit/model tests/unit/client \
 	tests/unit/tools tests/abi tests/fuzz tests/kernels tests/ipc tests/fault tests/e2e tests/sim
-TEST_SRCS := $(filter-out %/common.c,$(wildcard $(addsuffix /*.c,$(TEST_DIRS))))
+TEST_SRCS := $(filter-out %/common.c %/common_raw.c,$(wildcard $(addsuffix /*.c,$(TEST_DIRS))))
 TEST_BINS := $(patsubst %.c,$(O)/%,$(TEST_SRCS))
 ifeq ($(REQUIRE_GPU),1)
 TESTS ?= $(GPU_TESTS)
@@ -212,7 +212,7 @@ tsys-tests/e2e := $(LIB_ENG)
 tsys-tests/sim := $(LIB_KVD) $(addprefix -Wl$(,)--wrap=,malloc calloc free abort kvd_crash_now)
 
 define test_rule
-$(O)/$(1)/%: $(O)/obj/$(1)/%.o $(tlib-$(1)) $(patsubst %.c,$(O)/obj/%.o,$(wildcard $(1)/common.c))
+$(O)/$(1)/%: $(O)/obj/$(1)/%.o $(tlib-$(1)) $(patsubst %.c,$(O)/obj/%.o,$(wildcard $(1)/common.c $(1)/common_raw.c))
 	$$(call say,LD,$$@)
 	$$(Q)mkdir -p $$(@D) && $$(CC) $$(LDFLAGS) -o $$@ $$(filter %.o,$$^) -Wl,--start-group $$(filter %.a,$$^) \
 		-Wl,--end-group $$(tsys-$(1))
@@ -233,7 +233,7 @@ $(filter $(O)/tests/fault/% $(O)/tests/ipc/% $(O)/tests/unit/client/% \
 	$(O)/tests/unit/tools/%,$(TEST_BINS)): | $(FAKES)
 
 # The matrix of attacks is one program of several files.
-HOSTILE_OBJS := $(patsubst %.c,$(O)/obj/%.o,$(wildcard tests/hostile/*.c) tests/ipc/common.c)
+HOSTILE_OBJS := $(patsubst %.c,$(O)/obj/%.o,$(wildcard tests/hostile/*.c tests/ipc/common*.c))
 $(O)/tests/hostile/matrix: $(HOSTILE_OBJS) $(O)/libkvclient.a $(O)/libkernels.a $(O)/libengine.a
 	$(call say,LD,$@)
 	$(Q)mkdir -p $(@D) && $(CC) $(LDFLAGS) -o $@ $(filter %.o,$^) -Wl,--start-group $(filter %.a,$^) \

@@ -14,10 +14,10 @@ ifeq ($(CONFIG_CUDA),y)
 BUNDLE_XZ ?= 1
 GB := $(O)/bundle/kvmd-gpu
 # what the GPU tests start is there as well
-GB_TESTS := $(sort $(GPU_TESTS) $(patsubst %.c,$(O)/%,$(filter-out %/common.c %/bench.c,\
+GB_TESTS := $(sort $(GPU_TESTS) $(patsubst %.c,$(O)/%,$(filter-out %/common.c %/common_raw.c %/bench.c,\
 	$(wildcard tests/ipc/*.c tests/e2e/*.c))))
 GB_MAINS := $(GB_TESTS:$(O)/tests/%=$(O)/bundle/obj/%.o)
-GB_COMMON := $(patsubst %,$(O)/obj/tests/%/common.o,kernels ipc e2e)
+GB_COMMON := $(patsubst %,$(O)/obj/tests/%.o,kernels/common ipc/common ipc/common_raw e2e/common)
 GB_PROGS := kvmd kvmctl kv-engine kvquant kvbench kvbench-kernels
 
 gb_lib = $(if $(wildcard $(addsuffix /lib$(1).a,/usr/lib/*-linux-gnu /usr/lib /usr/lib64)),-l:lib$(1).a,-l$(1))

@@ -64,6 +64,9 @@ struct kvc *ipc_connect(const struct eng_private_kvmd *d);
 struct kv_layout ipc_layout(void);
 struct kvc_pool *ipc_pool(struct kvc *c);
 
+/** ipc_connect_to() - a connected socket of @type */
+int ipc_connect_to(const char *path, int type);
+
 /** ipc_admin() - one request to the admin socket; @ret is the reply's text, malloc'ed */
 char *ipc_admin(const struct eng_private_kvmd *d, const char *request);
 
