@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -18,6 +19,8 @@
 #include "kvmd/dbg/log.h"
 #include "kvmd/ipc/conn.h"
 #include "kvmd/own/image.h"
+
+#define FDS_OWN 64u /* loop, sockets, state, ...: what kvmd has without any engine */
 
 static void take(void *arg, const struct kvd_keep_key *key, int fd)
 {
@@ -287,6 +290,24 @@ static int image_take(struct kvd_kept *kept)
 	return 0;
 }
 
+/* What is held must find numbers beside what kvmd opens itself, or a part of it is lost on
+ * the way (cases O59). Return: 0; -EMFILE, and @error says how many it takes */
+static int room_check(struct kvd_kept *kept, int listed, char *error)
+{
+	u32 held = KV_MAX(kept->keep.nr_held, kept->nr);
+	struct rlimit lim;
+
+	if (getrlimit(RLIMIT_NOFILE, &lim))
+		return -errno;
+	if (listed != -EMFILE &&
+	    (held + FDS_OWN <= lim.rlim_cur || KV_MUTANT(fd_limit_unchecked)))
+		return 0;
+	snprintf(error, KVD_CONFIG_ERROR_BYTES,
+		 "keeper %s holds %u descriptors and RLIMIT_NOFILE is %llu: it takes %u",
+		 kept->keep.path, held, (unsigned long long)lim.rlim_cur, held + FDS_OWN);
+	return -EMFILE;
+}
+
 int kvd_kept_start(struct kvd *kvd, char *error)
 {
 	struct kvd_kept *kept = &kvd->kept;
@@ -298,6 +319,8 @@ int kvd_kept_start(struct kvd *kvd, char *error)
 			  &kept->there);
 	if (!r && kept->there)
 		r = kvd_keep_list(&kept->keep, take, kept);
+	if ((r >= 0 || r == -EMFILE) && room_check(kept, r, error))
+		return -EMFILE;
 	if (r >= 0 && kept->untaken && !KV_MUTANT(part_of_kept))
 		r = -ENOMEM; /* a part of it would be the end of the rest */
 	if (r >= 0)

@@ -196,6 +196,8 @@ int kvd_keep_list(struct kvd_keep *k,
 	r = kvd_keep_say(k->fd, &m, -1);
 	while (!r) {
 		r = kvd_keep_hear_many(k->fd, &many, fds, &came);
+		if ((!r || r == -EMFILE) && many.m.op == KVD_KEEP_ENTRIES)
+			k->nr_held = many.m.key.index;
 		if (r)
 			break;
 		if (many.m.op == KVD_KEEP_END && !came)

@@ -91,12 +91,14 @@ int kvd_keeper_main(int listen_fd, int die_with);
  * @path: of its socket
  * @die_with: passed to a keeper that is started
  * @nr_started: keepers started by this process
+ * @nr_held: what it said that it holds, when it was asked for the list; 0 it did not say
  */
 struct kvd_keep {
 	int fd;
 	char path[108];
 	int die_with;
 	u32 nr_started;
+	u32 nr_held;
 };
 
 /**
@@ -119,7 +121,8 @@ void kvd_keep_del(struct kvd_keep *k, const struct kvd_keep_key *key);
  * kvd_keep_list() - get everything back
  * @fn: gets each fd, which is its own
  *
- * Return: fds; -errno, @fn has had some.
+ * Return: fds; -EMFILE this process may not have so many (@nr_held); -errno. @fn has had
+ * some.
  */
 int kvd_keep_list(struct kvd_keep *k,
 		  void (*fn)(void *arg, const struct kvd_keep_key *key, int fd),

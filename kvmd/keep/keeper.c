@@ -79,8 +79,9 @@ static void del(struct keeper *k, const struct kvd_keep_key *key)
 /* As many in a message as the asker takes. */
 static int list_many(struct keeper *k, u32 most)
 {
-	struct kvd_keep_many many = {
-		.m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_ENTRIES}};
+	struct kvd_keep_many many = {.m = {.magic = KVD_KEEP_MAGIC,
+					   .op = KVD_KEEP_ENTRIES,
+					   .key = {.index = k->nr}}};
 	int fds[KVD_KEEP_BATCH];
 
 	for (u32 i = 0, nr; i < k->nr; i += nr) {

@@ -152,5 +152,9 @@ int kvd_keep_hear_many(int conn, struct kvd_keep_many *many, int *fds, u32 *ret_
 	}
 	while (nr)
 		close(fds[--nr]);
+	/* whole, but for descriptors that found no number here */
+	if ((mh.msg_flags & MSG_CTRUNC) && (size_t)n >= sizeof(many->m) &&
+	    many->m.magic == KVD_KEEP_MAGIC)
+		return -EMFILE;
 	return -EPIPE;
 }

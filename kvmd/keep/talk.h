@@ -25,7 +25,8 @@ int kvd_keep_say_many(int conn, const struct kvd_keep_many *many, const int *fds
  * @fds: room for KVD_KEEP_BATCH; the caller's
  * @ret_nr: how many came
  *
- * Return: 0; -EPIPE: not our peer's, its descriptors are closed.
+ * Return: 0; -EPIPE: not our peer's, its descriptors are closed; -EMFILE: there was no room
+ * for all of them, and they are closed. @many can be read.
  */
 int kvd_keep_hear_many(int conn, struct kvd_keep_many *many, int *fds, u32 *ret_nr);
 

@@ -304,7 +304,7 @@ static void history(void)
 
 /* One start in which the n-th call fails. Return: 0 it started, and was killed; 1 it said
  * why not; 2 no call was left to fail */
-static int try_nth(u32 nth)
+static inline int try_nth(u32 nth)
 {
 	char error[KVD_CONFIG_ERROR_BYTES] = "";
 	pid_t pid;
@@ -328,7 +328,7 @@ static int try_nth(u32 nth)
 }
 
 /* A start with nothing in the way. Return: pages that are held */
-static u32 pages_now(void)
+static inline u32 pages_now(void)
 {
 	char error[KVD_CONFIG_ERROR_BYTES] = "";
 	int p[2], status;
