@@ -188,7 +188,7 @@ static int path_clear(const struct sockaddr_un *addr, int type, char *error)
 
 	if (lstat(addr->sun_path, &st))
 		return errno == ENOENT ? 0 : -errno;
-	if (!S_ISSOCK(st.st_mode)) {
+	if (!S_ISSOCK(st.st_mode) && !KV_MUTANT(foreign_file_removed)) {
 		snprintf(error, KVD_CONFIG_ERROR_BYTES, "%s: exists and is no socket",
 			 addr->sun_path);
 		return -EEXIST;

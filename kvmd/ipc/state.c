@@ -9,13 +9,17 @@
 #include <sys/mman.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
+#include "base/mutant.h"
 #include "kvmd/backend/memfd.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
 #include "kvmd/mm/tag.h"
 
+#define LOCK_TRIES     200u
+#define LOCK_PAUSE_NS  10000000
 #define COUNTERS_MAGIC 0x72746e636d766bull /* "kvmcntr" */
 
 struct counters {
@@ -124,6 +128,23 @@ static int dir_open(const char *path, char *error, size_t error_bytes)
 	return fd;
 }
 
+/* A kvmd that was killed while it started its keeper or mover leaves a child that has the
+ * lock until its exec: under load that takes a while, and it is no kvmd. */
+static int lock_take(int fd)
+{
+	const struct timespec pause = {0, LOCK_PAUSE_NS};
+	u32 i;
+
+	for (i = 0; flock(fd, LOCK_EX | LOCK_NB); i++) {
+		if (errno != EWOULDBLOCK)
+			return -errno;
+		if (i == LOCK_TRIES || KV_MUTANT(lock_at_once))
+			return -EBUSY;
+		nanosleep(&pause, NULL);
+	}
+	return 0;
+}
+
 int kvd_state_open(const char *path, struct kvd_state *state, char *error,
 		   size_t error_bytes)
 {
@@ -136,8 +157,8 @@ int kvd_state_open(const char *path, struct kvd_state *state, char *error,
 		return state->dir_fd;
 	state->lock_fd = openat(state->dir_fd, "lock",
 				O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-	if (state->lock_fd < 0 || flock(state->lock_fd, LOCK_EX | LOCK_NB)) {
-		r = errno == EWOULDBLOCK ? -EBUSY : -errno;
+	r = state->lock_fd < 0 ? -errno : lock_take(state->lock_fd);
+	if (r) {
 		snprintf(error, error_bytes, "%s/lock: %s", path,
 			 r == -EBUSY ? "another kvmd uses this directory" : strerror(-r));
 		goto close_state;

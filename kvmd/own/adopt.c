@@ -111,8 +111,9 @@ void kvd_adopt_epochs(struct kvd_core *core)
 
 		s->page->magic = KV_SESSION_MAGIC;
 		s->page->client_id = s->id;
-		kv_store_release64(&s->page->table_epoch.word,
-				   live ? core->mm.table_epoch : 0);
+		if (!KV_MUTANT(epoch_of_before_stays))
+			kv_store_release64(&s->page->table_epoch.word,
+					   live ? core->mm.table_epoch : 0);
 		if (!live)
 			kvd_reader_end(&s->reader);
 		kvd_crash_point();

@@ -144,7 +144,7 @@ static void child_keeps_descriptors(const struct scene *sc)
 	pid = fork();
 	if (!pid) {
 		setsid();
-		alarm(2);
+		alarm(4); /* longer than kvmd may keep what its parent had */
 		pause();
 		_exit(0);
 	}

@@ -224,11 +224,13 @@ KVT_TEST(o32_o56_old_rings_have_no_effect)
 	struct kv_sqe sqe;
 	struct kv_cqe cqe;
 	struct kvc *c1;
+	u64 epoch;
 
 	start();
 	c1 = ipc_connect(&kvmd);
 	p1 = ipc_pool(c1);
 	raw_open(&raw, &kvmd);
+	epoch = kv_load_acquire64(&raw.session->table_epoch.word);
 	sqe = raw_sqe(&raw, KV_OP_ALLOC);
 	sqe.nr = 4;
 	sqe.ret_off = 4096;
@@ -244,6 +246,8 @@ KVT_TEST(o32_o56_old_rings_have_no_effect)
 	raw_push(&raw, sqe); /* submitted, not served */
 	kill_kvmd();
 	again();
+	/* who is mapped still sees that its tables are of before */
+	KVT_EXPECT(kv_load_acquire64(&raw.session->table_epoch.word) != epoch);
 	raw_push(&raw, sqe);
 	raw_kick(&raw);
 	usleep(50000);
@@ -251,6 +255,45 @@ KVT_TEST(o32_o56_old_rings_have_no_effect)
 	KVT_EXPECT_EQ(stat_of(p1).nr_active, 4);
 	raw_close(&raw);
 	kvc_close(c1);
+	ipc_stop(&kvmd);
+}
+
+/* cases O32: no memory has a name; a file of somebody else's where the socket was is not
+ * kvmd's to remove. */
+KVT_TEST(o32_foreign_file_is_left_alone)
+{
+	char path[1200], line[64] = "";
+	int status, fd;
+	pid_t pid;
+
+	start();
+	kill(keeper_pid(), SIGKILL);
+	kill_kvmd();
+	KVT_EXPECT(!unlink(kvmd.socket_path));
+	fd = open(kvmd.socket_path, O_CREAT | O_EXCL | O_RDWR, 0600);
+	KVT_EXPECT(fd >= 0 && write(fd, "not yours", 9) == 9);
+	close(fd);
+	ipc_build_path("kvmd", path, sizeof(path));
+	pid = fork();
+	if (!pid) {
+		int log = open(kvmd.log_path, O_WRONLY | O_APPEND | O_CREAT, 0600);
+
+		dup2(log, 1);
+		dup2(log, 2);
+		alarm(20);
+		execl(path, path, "--private", kvmd.dir, "--die-with-parent", "--backend",
+		      "host", "--host-bytes", host_bytes, NULL);
+		_exit(127);
+	}
+	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	KVT_EXPECT(WIFEXITED(status) && WEXITSTATUS(status));
+	KVT_EXPECT(log_has("exists and is no socket"));
+	fd = open(kvmd.socket_path, O_RDONLY);
+	KVT_EXPECT(fd >= 0 && read(fd, line, sizeof(line)) == 9);
+	KVT_EXPECT_STR(line, "not yours");
+	close(fd);
+	KVT_EXPECT(!unlink(kvmd.socket_path));
+	again();
 	ipc_stop(&kvmd);
 }
 

@@ -111,11 +111,13 @@ char *chaos_admin(const struct chaos_kvmd *c, const char *request)
 {
 	struct sockaddr_un addr = {.sun_family = AF_UNIX};
 	int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	const struct timeval patience = {.tv_sec = 20}; /* its socket outlives a kvmd */
 	size_t used = 0, room = 1 << 20;
 	char *ret = malloc(room);
 	ssize_t n = -1;
 
 	strcpy(addr.sun_path, c->k.admin_path);
+	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
 	if (fd >= 0 && ret && !connect(fd, (struct sockaddr *)&addr, sizeof(addr)) &&
 	    dprintf(fd, "%s\n", request) > 0) {
 		do {

@@ -168,6 +168,128 @@ KVT_TEST(lookup_needs_room_for_what_it_may_find)
 	daemon_stop(&d);
 }
 
+/* ------------------------------------------------------- requests of several turns */
+
+#define LONG_RUN 400u /* pages: 25 slices */
+
+static void with_room(struct kvd_options *opt)
+{
+	opt->host_bytes = 128u << 20;
+}
+
+/* LONG_RUN pages, and a SEAL of them as one run that nobody has waited for yet. */
+static void long_seal(struct raw *c, u64 id)
+{
+	static struct kv_grant g[LONG_RUN];
+	struct kv_seal_arg *arg = (struct kv_seal_arg *)c->args;
+	struct kv_seal_page *pages = (struct kv_seal_page *)(arg + 1);
+	u32 *tokens = (u32 *)(pages + LONG_RUN);
+	struct kv_sqe s = {.opcode = KV_OP_SEAL,
+			   .pool_id = c->pool.pool_id,
+			   .nr = LONG_RUN,
+			   .ret_off = 1u << 20,
+			   .ret_bytes = LONG_RUN * sizeof(struct kv_seal_ret),
+			   .user_data = id};
+
+	KVT_EXPECT_EQ(raw_alloc(c, LONG_RUN, KV_GFP_PREFILL, g), 0);
+	memset(arg, 0, sizeof(*arg));
+	arg->flags = KV_SEAL_ROOT;
+	for (u32 i = 0; i < LONG_RUN; i++)
+		pages[i] = (struct kv_seal_page){.pfn = g[i].pfn, .tag = g[i].tag};
+	for (u32 i = 0; i < LONG_RUN * KV_PAGE_TOKENS; i++)
+		tokens[i] = i;
+	s.arg_bytes = (u32)((u8 *)(tokens + LONG_RUN * KV_PAGE_TOKENS) - c->args);
+	raw_submit(c, s);
+}
+
+/* How many pages of that run are found. */
+static u32 long_lookup(struct raw *c)
+{
+	struct kv_lookup_arg *arg = (struct kv_lookup_arg *)c->args;
+	u32 *tokens = (u32 *)(arg + 1);
+	struct kv_sqe s = {.opcode = KV_OP_LOOKUP,
+			   .pool_id = c->pool.pool_id,
+			   .nr = LONG_RUN * KV_PAGE_TOKENS,
+			   .arg_bytes = (u32)(sizeof(*arg) +
+					      LONG_RUN * KV_PAGE_TOKENS * sizeof(u32)),
+			   .ret_off = 1u << 20,
+			   .ret_bytes = LONG_RUN * sizeof(struct kv_hit)};
+	struct kv_cqe cqe;
+
+	memset(arg, 0, sizeof(*arg));
+	for (u32 i = 0; i < LONG_RUN * KV_PAGE_TOKENS; i++)
+		tokens[i] = i;
+	raw_submit(c, s);
+	cqe = raw_wait(c);
+	KVT_EXPECT(cqe.result == 0 || cqe.result == KV_MISS);
+	return cqe.result ? 0 : cqe.nr;
+}
+
+/* Others are served between its slices, and all of it is sealed, in order. */
+KVT_TEST(a_long_run_is_sealed_over_several_turns)
+{
+	struct kv_grant one;
+	struct raw c, other;
+
+	daemon_start(&d, with_room);
+	raw_open(&c, &d);
+	raw_open(&other, &d);
+	long_seal(&c, 5);
+	for (u32 i = 0; i < 4; i++)
+		KVT_EXPECT_EQ(raw_alloc(&other, 1, KV_GFP_PREFILL, &one), 0);
+	KVT_EXPECT_EQ(raw_wait(&c).result, 0);
+	KVT_EXPECT_EQ(long_lookup(&c), LONG_RUN);
+	raw_close(&other);
+	raw_close(&c);
+	daemon_stop(&d);
+}
+
+/* Closing one pool cancels nothing that runs in another. */
+KVT_TEST(closed_pool_cancels_only_its_own)
+{
+	struct kv_msg_pool_close m = {.msg = {.magic = KV_MSG_MAGIC,
+					      .type = KV_MSG_POOL_CLOSE,
+					      .size_bytes = sizeof(m)}};
+	struct kv_layout layout;
+	struct raw c;
+	u32 first;
+
+	daemon_start(&d, with_room);
+	raw_open(&c, &d);
+	first = c.pool.pool_id;
+	raw_layout(&layout);
+	layout.lora_id = 9;
+	KVT_EXPECT_EQ(raw_pool_open(&c, &layout), 0);
+	m.pool_id = c.pool.pool_id;
+	KVT_EXPECT(m.pool_id != first);
+	c.pool.pool_id = first;
+	long_seal(&c, 5);
+	raw_send(&c, &m, sizeof(m));
+	KVT_EXPECT_EQ(raw_wait(&c).result, 0);
+	KVT_EXPECT_EQ(long_lookup(&c), LONG_RUN);
+	raw_close(&c);
+	daemon_stop(&d);
+}
+
+/* Who goes while its run is hashed leaves nothing that could be found, and holds nothing. */
+KVT_TEST(a_session_ends_while_it_seals)
+{
+	struct raw c, other;
+
+	daemon_start(&d, with_room);
+	raw_open(&other, &d);
+	for (u32 i = 0; i < 20; i++) {
+		raw_open(&c, &d);
+		long_seal(&c, 5);
+		raw_close(&c);
+		daemon_wait(&d, "{\"op\":\"status\"}", "sessions", 1, 2000);
+	}
+	/* whole or not at all: a run that was over in time may be there */
+	KVT_EXPECT(long_lookup(&other) % LONG_RUN == 0);
+	raw_close(&other);
+	daemon_stop(&d);
+}
+
 /* A report reaches who streams events. */
 KVT_TEST(report_is_an_event)
 {

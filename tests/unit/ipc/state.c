@@ -125,6 +125,32 @@ KVT_TEST(one_daemon_per_directory)
 	cleanup();
 }
 
+/* As of a kvmd that was killed between fork and exec: its child has the lock still. */
+KVT_TEST(a_lock_that_is_given_up_soon_is_waited_for)
+{
+	struct kvd_state state;
+	int told[2], status;
+	char byte;
+	pid_t pid;
+
+	setup();
+	KVT_EXPECT(!pipe(told));
+	pid = fork();
+	if (!pid) {
+		if (kvd_state_open(dir, &state, error, sizeof(error)) ||
+		    write(told[1], "l", 1) != 1)
+			_exit(1);
+		usleep(300000);
+		_exit(0);
+	}
+	KVT_EXPECT_EQ(read(told[0], &byte, 1), 1);
+	KVT_EXPECT_EQ(kvd_state_open(dir, &state, error, sizeof(error)), 0);
+	kvd_state_close(&state);
+	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	KVT_EXPECT_EQ(status, 0);
+	cleanup();
+}
+
 KVT_TEST(a_directory_that_others_may_write_is_refused)
 {
 	struct kvd_state state;
