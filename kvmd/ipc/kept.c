@@ -308,6 +308,30 @@ static int room_check(struct kvd_kept *kept, int listed, char *error)
 	return -EMFILE;
 }
 
+static void fds_drop(struct kvd_kept *kept)
+{
+	for (u32 i = 0; i < kept->nr; i++)
+		if (kept->fds[i].fd >= 0)
+			close(kept->fds[i].fd);
+	free(kept->fds);
+	kept->fds = NULL;
+	kept->nr = kept->room = 0;
+}
+
+/* Return: as kvd_keep_list(); 0 also where the keeper died as we came: a new one is there,
+ * and nothing is left to be taken. */
+static int list_all(struct kvd_kept *kept)
+{
+	int r = kvd_keep_list(&kept->keep, take, kept);
+
+	if (r != -EPIPE || KV_MUTANT(dying_keeper_is_there) ||
+	    kvd_keep_lives(&kept->keep))
+		return r;
+	fds_drop(kept);
+	kept->untaken = kept->there = false;
+	return kvd_keep_restart(&kept->keep);
+}
+
 int kvd_kept_start(struct kvd *kvd, char *error)
 {
 	struct kvd_kept *kept = &kvd->kept;
@@ -318,7 +342,7 @@ int kvd_kept_start(struct kvd *kvd, char *error)
 	r = kvd_keep_open(&kept->keep, kvd->opt.state_dir, kvd->opt.keeper_die_with,
 			  &kept->there);
 	if (!r && kept->there)
-		r = kvd_keep_list(&kept->keep, take, kept);
+		r = list_all(kept);
 	if ((r >= 0 || r == -EMFILE) && room_check(kept, r, error))
 		return -EMFILE;
 	if (r >= 0 && kept->untaken && !KV_MUTANT(part_of_kept))
@@ -388,12 +412,7 @@ void kvd_kept_stop(struct kvd *kvd, bool quit)
 	if (kept->watch.id)
 		kvd_loop_del(kvd->loop, &kept->watch);
 	kvd_keep_close(&kept->keep, quit);
-	for (u32 i = 0; i < kept->nr; i++)
-		if (kept->fds[i].fd >= 0)
-			close(kept->fds[i].fd);
-	free(kept->fds);
-	kept->fds = NULL;
-	kept->nr = 0;
+	fds_drop(kept);
 	if (kept->image)
 		kvd_memfd_destroy(kept->image, sizeof(struct kvd_image), kept->image_fd);
 	kept->image = NULL;

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
+ * What is in the keeper's way at a start.
+ *
  * O59 (ii), fd store surprises (systemd 35288, 4408, 12086): the limit on descriptors was
  * lowered below what is held. kvmd does not start with a part of it: it says how many it
  * takes, and the keeper holds on.
@@ -74,6 +76,41 @@ KVT_TEST(o59_limit_below_what_is_held)
 	KVT_EXPECT_EQ(pages_now(), 4);
 	close(client);
 	end();
+}
+
+/* ------------------------------------------------------- a keeper that dies just then */
+
+/* Killed together with kvmd, it still takes the next one's connection: there is nothing to
+ * be had any more, and that is a cold start. */
+KVT_TEST(a_keeper_that_dies_as_we_come)
+{
+	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	char error[KVD_CONFIG_ERROR_BYTES] = "";
+	struct pollfd p = {.events = POLLIN};
+	int status;
+	pid_t pid;
+
+	dir_make();
+	snprintf(addr.sun_path, sizeof(addr.sun_path), "%.60s/keeper.sock", dir);
+	p.fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	KVT_EXPECT(!bind(p.fd, (void *)&addr, sizeof(addr)) && !listen(p.fd, 8));
+	pid = fork();
+	if (!pid) {
+		close(p.fd);
+		if (start(error)) {
+			printf("# %s\n", error);
+			_exit(1);
+		}
+		KVT_EXPECT(kvd.kept.keep.fd >= 0 && !kvd.kept.found);
+		KVT_EXPECT_EQ(kvd.kept.keep.nr_started, 1);
+		kvd_fini(&kvd);
+		_exit(0);
+	}
+	KVT_EXPECT_EQ(poll(&p, 1, 5000), 1);
+	close(p.fd);
+	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	KVT_EXPECT_EQ(status, 0);
+	dir_remove();
 }
 
 KVT_MAIN()

@@ -125,7 +125,7 @@ KVT_TEST(many_keys_with_as_many_descriptors)
 		    rows[i].nr_fds);
 		r = kvd_keep_hear_many(ends[0], &in, fds, &nr);
 		KVT_EXPECT_EQ(r, rows[i].whole	       ? 0
-				 : rows[i].nr_fds > 65 ? -EMFILE
+				 : rows[i].nr_fds > 64 ? -EMFILE
 						       : -EPIPE);
 		KVT_EXPECT_EQ(nr, rows[i].whole ? rows[i].nr_fds : 0);
 		while (nr)
