@@ -3,24 +3,30 @@
  * moe_int4.cu - launcher of the routed INT4 experts: workspace, choice of variant,
  * launch.
  *
- * Two kernels: the plan (sort, tiles, counters) and the persistent kernel of
- * moe_int4.cuh, the second started early (programmatic dependent launch) so that its
- * start-up hides behind the first. The variant depends on the number of tokens alone,
- * never on routing, which only the device knows.
+ * Many tokens an expert are moe_int4_wide.cu's. For the others two kernels: the plan (sort, tiles, counters) and the persistent kernel of moe_int4.cuh, the second
+ * started early (programmatic dependent launch) so that its start-up hides behind the first.
+ * The variant depends on the number of tokens alone, never on routing, which only the
+ * device knows.
  */
 #include <errno.h>
 #include <mutex>
 #include "moe_cuda.h"
 #include "moe_int4.cuh"
+#include "moe_int4_wide.h"
 #include "moe_plan.cuh"
 
 #define CLEAN_BLOCKS 64u
 #define CLEAN_WORDS  1024u
+/* Slots an expert: from which moe_int4_wide.cu is better, with many rows and with few (a rank
+ * of a wide split, whose second product is short); up to which its tiles are of 64 tokens */
+#define WIDE_MEAN    16u
+#define WIDE_NARROW  32u
+#define WIDE_MIDDLE  40u
 #define ALIGN_UP(x)  (((x) + 255) & ~(size_t)255)
 
 /* struct i4_layout - offsets in the workspace */
 struct i4_layout {
-	size_t tiles, list, done1, done2, amax, h, out, bytes;
+	size_t tiles, list, done1, done2, amax, h, out, h_panels, x_back, h_back, bytes;
 	uint32_t tiles_max, nr_zero, rblocks2;
 };
 
@@ -46,6 +52,16 @@ static struct i4_variant i4_choose(const struct kvk_moe_args *a)
 	return v;
 }
 
+/* Tokens of a tile where an expert has so many that moe_int4_wide.cu is better; or 0. */
+static uint32_t wide_tile(const struct kvk_moe_args *a)
+{
+	const uint32_t slots = a->nr_tokens * a->top_k, e = a->experts.nr_experts;
+
+	if (slots < (a->experts.inter < 1024 ? WIDE_NARROW : WIDE_MEAN) * e)
+		return 0;
+	return slots <= WIDE_MIDDLE * e ? 64 : 128;
+}
+
 static struct i4_layout i4_layout_make(const struct kvk_moe_args *a,
 				       const struct i4_variant *v)
 {
@@ -64,7 +80,13 @@ static struct i4_layout i4_layout_make(const struct kvk_moe_args *a,
 	l.h = ALIGN_UP(l.list + slots * 4);
 	/* f32 or bricks of f16: four bytes a value are enough for both */
 	l.out = ALIGN_UP(l.h + (size_t)slots * a->experts.inter * 4);
-	l.bytes = ALIGN_UP(l.out + (size_t)slots * a->experts.hidden * 4);
+	/* from here on: moe_int4_wide.cu's */
+	l.h_panels = l.bytes = ALIGN_UP(l.out + (size_t)slots * a->experts.hidden * 4);
+	if (!wide_tile(a))
+		return l;
+	l.x_back = ALIGN_UP(l.h_panels + (size_t)slots * a->experts.inter * 2);
+	l.h_back = ALIGN_UP(l.x_back + (size_t)slots * 4);
+	l.bytes = ALIGN_UP(l.h_back + (size_t)slots * 4);
 	return l;
 }
 
@@ -112,6 +134,14 @@ static struct moe_mat mat_make(const struct kvk_experts *e, int second)
 	m.rblocks = 0;
 	m.rsub = 1;
 	return m;
+}
+
+static struct wide_mat wide_mat_make(const struct kvk_experts *e, int second)
+{
+	const struct moe_mat m = mat_make(e, second);
+	const struct wide_mat f = {m.base, m.expert_bytes, m.mtiles, m.kbricks, m.wl};
+
+	return f;
 }
 
 /* Counters that are zero between launches: static device memory, one block per workspace
@@ -193,6 +223,46 @@ static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layou
 	return k;
 }
 
+static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,
+		    kvk_stream stream)
+{
+	const struct kvk_experts *e = &a->experts;
+	uint8_t *ws = (uint8_t *)a->workspace;
+	struct moe_plan plan = {};
+	struct moe_wide w = {};
+	int r;
+
+	w.w13 = wide_mat_make(e, 0);
+	w.w2 = wide_mat_make(e, 1);
+	w.x = (const uint16_t *)a->x;
+	w.y = (uint16_t *)a->y;
+	w.ids = plan.ids = a->ids;
+	w.weights = a->weights;
+	w.nr_tiles = plan.nr_tiles = (uint32_t *)ws + 2;
+	w.tiles = plan.tiles = (uint2 *)(ws + l->tiles);
+	w.list = plan.list = (uint32_t *)(ws + l->list);
+	w.h = (float *)(ws + l->h);
+	w.out = (float *)(ws + l->out);
+	w.x_panels = ws + l->out; /* read before out is written */
+	w.h_panels = ws + l->h_panels;
+	w.x_back = (float *)(ws + l->x_back);
+	w.h_back = (float *)(ws + l->h_back);
+	w.hidden = e->hidden;
+	w.inter = e->inter;
+	w.nr_tokens = a->nr_tokens;
+	w.top_k = a->top_k;
+	w.nr_experts = plan.nr_experts = e->nr_experts;
+	w.nr_slots = plan.nr_slots = a->nr_tokens * a->top_k;
+	w.tile_tokens = plan.tile_tokens = wide_tile(a);
+	plan.even = w.tile_tokens == 128;
+	w.tiles_max = l->tiles_max;
+	w.group = e->group;
+	w.scale_f16 = e->scale_dtype == KVK_F16;
+	w.accumulate = a->accumulate;
+	r = moe_plan_launch(&plan, stream);
+	return r ? r : moe_wide_launch(&w, stream);
+}
+
 static int i4_run(const struct kvk_moe_args *a, uint32_t loads_only, kvk_stream stream)
 {
 	int r = i4_check(a);
@@ -207,6 +277,8 @@ static int i4_run(const struct kvk_moe_args *a, uint32_t loads_only, kvk_stream 
 	l = i4_layout_make(a, &v);
 	if (a->workspace_bytes < l.bytes)
 		return -EINVAL;
+	if (wide_tile(a) && !loads_only)
+		return wide_run(a, &l, stream);
 	k = i4_args(a, &l, &v);
 	k.loads_only = loads_only;
 	plan.ids = a->ids;

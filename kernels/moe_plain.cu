@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * moe_plain.cu - routed experts with weights in their standard order: FP8 block scales, BF16,
- * F32.
+ * F32. FP8 for more than a few tokens is moe_fp8_wide.cu's (as exact as this), for many tokens
+ * an expert moe_fp8_chunk.cu's (products on e4m3).
  *
  * Kernels: plan (sort by expert, moe_plan.cu), first product with SwiGLU, second
  * product, sum over slots in order. The products are moe_rows.cuh's: 16 rows a CTA, the
@@ -11,10 +12,16 @@
  */
 #include <errno.h>
 #include "moe_cuda.h"
+#include "moe_fp8_chunk.h"
+#include "moe_fp8_wide.h"
 #include "moe_plan.cuh"
 #include "moe_rows.cuh"
 
 #define ALIGN_UP(x) (((x) + 255) & ~(size_t)255)
+#define WIDE_TOKENS 4u /* from which moe_fp8_wide.cu is better */
+/* Slots an expert from which moe_fp8_chunk.cu is better; with fewer it gains too little for what
+ * it loses in accuracy. */
+#define CHUNK_MEAN  3u
 
 /* struct plain - argument block; pointers are device memory */
 struct plain {
@@ -31,8 +38,45 @@ struct plain {
 /* struct plain_layout - offsets in the workspace */
 struct plain_layout {
 	size_t tiles, list, h, out, xq, xs, hq, hs, bytes;
-	uint32_t nt, tiles_max;
+	uint32_t nt, tile_tokens, tiles_max;
+	uint32_t wide;	/* tokens of a tile of moe_fp8_wide.cu; then hq, hs, xs are its */
+	uint32_t chunk; /* the same of moe_fp8_chunk.cu; then all but tiles and list */
 };
+
+static uint32_t chunk_tile(const struct kvk_moe_args *a)
+{
+	const uint32_t slots = a->nr_tokens * a->top_k, e = a->experts.nr_experts;
+
+	return moe_fp8_wide_ok(&a->experts) && slots >= CHUNK_MEAN * e ? MOE_CHUNK_TOKENS
+								       : 0;
+}
+
+/* Tokens of a tile where moe_fp8_wide.cu is better; or 0. */
+static uint32_t wide_tile(const struct kvk_moe_args *a)
+{
+	if (!moe_fp8_wide_ok(&a->experts) || a->nr_tokens < WIDE_TOKENS || chunk_tile(a))
+		return 0;
+	return MOE_FP8_WIDE_TOKENS;
+}
+
+/* What moe_fp8_chunk.cu and moe_fp8_wide.cu need beside tiles and list. */
+static void plain_layout_wgmma(const struct kvk_moe_args *a, struct plain_layout *l)
+{
+	const size_t slots = (size_t)a->nr_tokens * a->top_k;
+	const size_t h_scales = slots * kvk_fp8_blocks(a->experts.inter) * 4,
+		     x_scales = slots * kvk_fp8_blocks(a->experts.hidden) * 4;
+
+	if (l->chunk) {
+		l->out = l->h; /* x's codes are read before out is written */
+		l->hq = ALIGN_UP(l->out + slots * a->experts.hidden * 2);
+		l->hs = ALIGN_UP(l->hq + slots * a->experts.inter);
+	} else {
+		l->hq = l->bytes;
+		l->hs = ALIGN_UP(l->hq + slots * a->experts.inter * 2);
+	}
+	l->xs = ALIGN_UP(l->hs + h_scales);
+	l->bytes = ALIGN_UP(l->xs + x_scales);
+}
 
 static struct plain_layout plain_layout_make(const struct kvk_moe_args *a)
 {
@@ -40,13 +84,20 @@ static struct plain_layout plain_layout_make(const struct kvk_moe_args *a)
 	struct plain_layout l;
 
 	l.nt = slots > 4 * e ? 4 : 1;
-	l.tiles_max = (slots < e ? slots : e) + slots / (8 * l.nt);
+	l.chunk = chunk_tile(a);
+	l.wide = wide_tile(a);
+	l.tile_tokens = l.chunk ? l.chunk : l.wide ? l.wide : 8 * l.nt;
+	l.tiles_max = (slots < e ? slots : e) + slots / l.tile_tokens;
 	l.tiles = 256;
 	l.list = ALIGN_UP(l.tiles + (size_t)l.tiles_max * 8);
 	l.h = ALIGN_UP(l.list + (size_t)slots * 4);
 	l.out = ALIGN_UP(l.h + (size_t)slots * a->experts.inter * 4);
 	l.xq = l.xs = l.hq = l.hs = l.bytes =
 		ALIGN_UP(l.out + (size_t)slots * a->experts.hidden * 4);
+	if (l.chunk || l.wide) {
+		plain_layout_wgmma(a, &l);
+		return l;
+	}
 	if (a->experts.dtype != KVK_E4M3)
 		return l;
 	l.xs = ALIGN_UP(l.xq + (size_t)a->nr_tokens * a->experts.hidden);
@@ -129,7 +180,7 @@ __global__ void __launch_bounds__(256)
 template <uint32_t DTYPE, int NT>
 __global__ void __launch_bounds__(256) plain_first(const struct plain p)
 {
-	__shared__ float red[ROWS_WARPS][4 * NT][32];
+	MOE_SHARED(rows_red<NT>, red);
 	const struct kvk_experts &e = p.a.experts;
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 	const uint32_t j = blockIdx.x * 8 + g;
@@ -170,7 +221,7 @@ __global__ void __launch_bounds__(256) plain_first(const struct plain p)
 template <uint32_t DTYPE, int NT>
 __global__ void __launch_bounds__(256) plain_second(const struct plain p)
 {
-	__shared__ float red[ROWS_WARPS][4 * NT][32];
+	MOE_SHARED(rows_red<NT>, red);
 	const struct kvk_experts &e = p.a.experts;
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 	const uint32_t row = blockIdx.x * 16 + g;
@@ -234,22 +285,87 @@ static void plain_launch(const struct plain &p, uint32_t tiles, cudaStream_t str
 	const uint32_t slots = p.a.nr_tokens * p.a.top_k;
 
 	if (DTYPE == KVK_E4M3)
-		plain_round<<<dim3((kvk_fp8_blocks(e.hidden) + 7) / 8, p.a.nr_tokens),
-			      256, 0, stream>>>((const uint16_t *)p.a.x, e.hidden, p.xq,
-						p.xs);
-	plain_first<DTYPE, NT><<<dim3((e.inter + 7) / 8, tiles), 256, 0, stream>>>(p);
+		MOE_LAUNCH(plain_round,
+			   dim3((kvk_fp8_blocks(e.hidden) + 7) / 8, p.a.nr_tokens), 256,
+			   stream, (const uint16_t *)p.a.x, e.hidden, p.xq, p.xs);
+	MOE_LAUNCH((plain_first<DTYPE, NT>), dim3((e.inter + 7) / 8, tiles), 256, stream,
+		   p);
 	if (DTYPE == KVK_E4M3)
 		for (uint32_t at = 0, n; at < slots; at += n) {
 			n = slots - at < 65535 ? slots - at : 65535;
-			plain_round<<<dim3((kvk_fp8_blocks(e.inter) + 7) / 8, n), 256, 0,
-				      stream>>>((const float *)p.h + (size_t)at * e.inter,
-						e.inter, p.hq + (size_t)at * e.inter,
-						p.hs + (size_t)at *
-								kvk_fp8_blocks(e.inter));
+			MOE_LAUNCH(plain_round,
+				   dim3((kvk_fp8_blocks(e.inter) + 7) / 8, n), 256,
+				   stream, (const float *)p.h + (size_t)at * e.inter,
+				   e.inter, p.hq + (size_t)at * e.inter,
+				   p.hs + (size_t)at * kvk_fp8_blocks(e.inter));
 		}
 
-	plain_second<DTYPE, NT><<<dim3((e.hidden + 15) / 16, tiles), 256, 0, stream>>>(p);
-	plain_sum<<<dim3((e.hidden + 255) / 256, p.a.nr_tokens), 256, 0, stream>>>(p);
+	MOE_LAUNCH((plain_second<DTYPE, NT>), dim3((e.hidden + 15) / 16, tiles), 256,
+		   stream, p);
+	MOE_LAUNCH(plain_sum, dim3((e.hidden + 255) / 256, p.a.nr_tokens), 256, stream,
+		   p);
+}
+
+static int chunk_run(const struct kvk_moe_args *a, const struct plain_layout *l,
+		     const struct moe_plan *plan, kvk_stream stream)
+{
+	uint8_t *ws = (uint8_t *)a->workspace;
+	struct moe_chunk c = {};
+
+	c.x = (const uint16_t *)a->x;
+	c.y = (uint16_t *)a->y;
+	c.ids = a->ids;
+	c.weights = a->weights;
+	c.nr_tiles = plan->nr_tiles;
+	c.tiles = plan->tiles;
+	c.list = plan->list;
+	c.x_codes = ws + l->out;
+	c.x_scales = (float *)(ws + l->xs);
+	c.h_codes = ws + l->hq;
+	c.h_scales = (float *)(ws + l->hs);
+	c.out = (uint16_t *)(ws + l->out);
+	c.hidden = a->experts.hidden;
+	c.inter = a->experts.inter;
+	c.nr_tokens = a->nr_tokens;
+	c.top_k = a->top_k;
+	c.nr_experts = a->experts.nr_experts;
+	c.nr_slots = plan->nr_slots;
+	c.tiles_max = l->tiles_max;
+	c.accumulate = a->accumulate;
+	return moe_chunk_launch(&c, &a->experts, stream);
+}
+
+static int wide_run(const struct kvk_moe_args *a, const struct plain_layout *l,
+		    const struct moe_plan *plan, kvk_stream stream)
+{
+	uint8_t *ws = (uint8_t *)a->workspace;
+	struct moe_fp8_wide f = {};
+	struct moe_wide *w = &f.w;
+
+	f.experts = &a->experts;
+	w->x = (const uint16_t *)a->x;
+	w->y = (uint16_t *)a->y;
+	w->ids = a->ids;
+	w->weights = a->weights;
+	w->nr_tiles = plan->nr_tiles;
+	w->tiles = plan->tiles;
+	w->list = plan->list;
+	w->h = (float *)(ws + l->h);
+	w->out = (float *)(ws + l->out);
+	w->x_panels = ws + l->out; /* read before out is written */
+	w->h_panels = ws + l->hq;
+	w->x_back = (float *)(ws + l->xs);
+	w->h_back = (float *)(ws + l->hs);
+	w->hidden = a->experts.hidden;
+	w->inter = a->experts.inter;
+	w->nr_tokens = a->nr_tokens;
+	w->top_k = a->top_k;
+	w->nr_experts = a->experts.nr_experts;
+	w->nr_slots = plan->nr_slots;
+	w->tiles_max = l->tiles_max;
+	w->tile_tokens = l->wide;
+	w->accumulate = a->accumulate;
+	return moe_fp8_wide_launch(&f, stream);
 }
 
 template <uint32_t DTYPE>
@@ -266,13 +382,16 @@ static int plain_run(const struct kvk_moe_args *a, kvk_stream stream)
 	plan.ids = a->ids;
 	plan.nr_slots = a->nr_tokens * a->top_k;
 	plan.nr_experts = a->experts.nr_experts;
-	plan.tile_tokens = 8 * l.nt;
+	plan.tile_tokens = l.tile_tokens;
+	plan.even = l.chunk != 0;
 	plan.nr_tiles = (uint32_t *)ws;
 	plan.tiles = (uint2 *)(ws + l.tiles);
 	plan.list = (uint32_t *)(ws + l.list);
 	r = moe_plan_launch(&plan, stream);
-	if (r)
-		return r;
+	if (!r && l.chunk)
+		return chunk_run(a, &l, &plan, stream);
+	if (r || l.wide)
+		return r ? r : wide_run(a, &l, &plan, stream);
 	p.a = *a;
 	p.nr_tiles = plan.nr_tiles;
 	p.tiles = plan.tiles;

@@ -89,6 +89,16 @@ __global__ void moe_zero_kernel(const struct moe_plan p)
 	plan_zero(p);
 }
 
+/* Tokens of each of an expert's tiles but the last. Equal ones, if they are few: with more
+ * the rounding to 8 could leave nothing for the last. */
+__device__ __forceinline__ uint32_t plan_tile(const struct moe_plan &p, uint32_t total,
+					      uint32_t tiles)
+{
+	if (!p.even || tiles < 2 || tiles > 8)
+		return p.tile_tokens;
+	return ((total + tiles - 1) / tiles + 7) / 8 * 8;
+}
+
 __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 	moe_plan_kernel(const struct moe_plan p)
 {
@@ -124,10 +134,11 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 	if (e == MOE_PLAN_THREADS - 1)
 		*p.nr_tiles = (uint32_t)(at >> 32) + tiles;
 	__syncthreads();
+	const uint32_t each = plan_tile(p, total, tiles);
+
 	for (uint32_t i = 0; i < tiles; i++)
 		p.tiles[(at >> 32) + i] = make_uint2(
-			e | min(p.tile_tokens, total - i * p.tile_tokens) << 16,
-			(uint32_t)at + i * p.tile_tokens);
+			e | min(each, total - i * each) << 16, (uint32_t)at + i * each);
 	if (warp < warps)
 		plan_walk(p, sh, from, to, true);
 }

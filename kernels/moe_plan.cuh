@@ -20,7 +20,10 @@ struct moe_plan {
 	uint32_t nr_experts;
 	uint32_t tile_tokens;
 	uint32_t nr_zero;
-	uint32_t *zero;	    /* [nr_zero] words to clear */
+	uint32_t *zero; /* [nr_zero] words to clear */
+	uint32_t
+		even; /* an expert's tiles are about equal, not full but for the last one; only
+			* for tiles of 128 */
 	uint32_t only_zero; /* the kernel that follows sorts for itself */
 	uint32_t *nr_tiles; /* written */
 	uint2 *tiles;	    /* expert | tokens << 16, first position in list */

@@ -9,9 +9,11 @@
 #include <stdint.h>
 #include "arch.cuh"
 
-/* A CTA's shared memory. The emulator has other words for it. */
+/* A CTA's shared memory, and a launch. The emulator has other words for them. */
 #define MOE_SHARED(type, name) __shared__ type name
 #define MOE_DYNAMIC(name)      extern __shared__ uint8_t name[]
+#define MOE_LAUNCH(kernel, grid, threads, stream, ...) \
+	kernel<<<(grid), (threads), 0, (stream)>>>(__VA_ARGS__)
 
 __device__ __forceinline__ uint32_t ptx_smem(const void *p)
 {
@@ -45,6 +47,20 @@ __device__ __forceinline__ void ptx_mbar_wait(uint32_t bar, uint32_t parity)
 		 "done:\n\t}" ::"r"(bar),
 		 "r"(parity)
 		 : "memory");
+}
+
+/* Has that phase ended? Does not wait. */
+__device__ __forceinline__ bool ptx_mbar_test(uint32_t bar, uint32_t parity)
+{
+	uint32_t done = 1;
+
+	SM90_ASM("{\n\t.reg .pred p;\n\t"
+		 "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+		 "selp.u32 %0, 1, 0, p;\n\t}"
+		 : "=r"(done)
+		 : "r"(bar), "r"(parity)
+		 : "memory");
+	return done;
 }
 
 /* Weights pass once: they must not push x, h and the partial sums out of L2. */
@@ -103,6 +119,19 @@ __device__ __forceinline__ uint2 ptx_lds64(uint32_t a)
 
 	asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
 	return v;
+}
+
+/* Four 8 x 8 matrices of 16-bit values, turned over: lane 4 g + t has (g, 2 t) and (g, 2 t + 1)
+ * of each, row j of memory gets what the lanes have of column j. @a: lane l's is where row
+ * l % 8 of matrix l / 8 goes */
+__device__ __forceinline__ void ptx_stmatrix_trans(uint32_t a, uint32_t m0, uint32_t m1,
+						   uint32_t m2, uint32_t m3)
+{
+	SM90_ASM(
+		"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::
+			"r"(a),
+		"r"(m0), "r"(m1), "r"(m2), "r"(m3)
+		: "memory");
 }
 
 /* d = a b + c, m16n8k16 */
@@ -173,6 +202,14 @@ __device__ __forceinline__ uint32_t ptx_fma_f16x2(uint32_t a, uint32_t b, uint32
 	return d;
 }
 
+__device__ __forceinline__ uint32_t ptx_mul_f16x2(uint32_t a, uint32_t b)
+{
+	uint32_t d;
+
+	asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+	return d;
+}
+
 /* {lo, hi} as f16x2 */
 __device__ __forceinline__ uint32_t ptx_f16x2(float lo, float hi)
 {
@@ -202,6 +239,20 @@ __device__ __forceinline__ uint32_t ptx_ld_acquire(const uint32_t *p)
 __device__ __forceinline__ void ptx_red_release(uint32_t *p, uint32_t v)
 {
 	asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v)
+		     : "memory");
+}
+
+__device__ __forceinline__ uint64_t ptx_ld_acquire64(const uint64_t *p)
+{
+	uint64_t v;
+
+	asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void ptx_red_release64(uint64_t *p, uint64_t v)
+{
+	asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v)
 		     : "memory");
 }
 

@@ -24,6 +24,9 @@
 #define ROWS_WARPS 8u
 #define ROWS_BLOCK 128u /* columns */
 
+/* The warps' shares of 16 rows times 8 NT tokens */
+template <int NT> using rows_red = float[ROWS_WARPS][4 * NT][32];
+
 /* struct rows_w - two rows of a matrix as a lane sees them; rows that are not there are
  * somebody else's, their results are thrown away */
 struct rows_w {

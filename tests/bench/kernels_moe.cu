@@ -22,13 +22,14 @@
 #define TOP_K	    8u
 #define CHECK_TOKS  8u
 #define ERR_MAX	    2e-3
-#define NR_COLUMNS  10u
+#define NR_COLUMNS  12u
 #define SETS_MAX    96u
 #define EXPERTS_MAX 512u
 
 enum routing { UNIFORM, ZIPF, SINGLE };
 
-static const uint32_t columns[NR_COLUMNS] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 1024};
+static const uint32_t columns[NR_COLUMNS] = {1,	 2,   4,   8,	 16,   32,
+					     64, 128, 256, 1024, 2048, 4096};
 
 /* struct model - a layer and the stored figures of targets.md, one per column */
 struct model {
@@ -471,52 +472,66 @@ static int call_fp8(struct kvb_ctx *ctx, void *arg, uint32_t set)
 	return kvk_moe_fp8_cuda(&a, ctx->stream);
 }
 
-/* GLM-5 with E4M3 experts in their standard order. */
-static int fp8_lines(struct kvb_ctx *ctx)
+/* E4M3 experts in their standard order. */
+static int fp8_model(struct kvb_ctx *ctx, const struct model *m)
 {
-	static const struct model m = {"glm5 fp8", 256, 6144, 2048, 128, {}, {}, {}};
-	static const uint32_t counts[] = {1, 8, 64, 128, 1024};
-	const size_t w13 = 2ul * m.inter * m.hidden, w2 = w13 / 2;
+	static const uint32_t counts[] = {1,   8,   16,	  32,	64,   128,
+					  256, 512, 1024, 2048, 4096, 16384};
+	const size_t w13 = 2ul * m->inter * m->hidden, w2 = w13 / 2;
 	const size_t scales = w13 / 128 / 128 * 4;
 	struct kvk_moe_args a = {};
 	struct moe_data d;
+	char name[KVB_NAME_MAX];
 	float *s;
 	int r = 0;
 
-	if (!kvb_selected(ctx, "fp8 glm5 full uniform", ""))
+	snprintf(name, sizeof(name), "fp8 %s uniform", m->name);
+	if (!kvb_selected(ctx, name, ""))
 		return 0;
-	data_alloc(ctx, &d, &m, 1024);
+	data_alloc(ctx, &d, m, 16384);
 	KVB_CUDA(cudaFree(d.w13));
 	KVB_CUDA(cudaFree(d.w2));
 	KVB_CUDA(cudaFree(d.ws));
-	KVB_CUDA(cudaMalloc((void **)&d.w13, w13 * m.nr_experts));
-	KVB_CUDA(cudaMalloc((void **)&d.w2, w2 * m.nr_experts));
-	KVB_CUDA(cudaMalloc((void **)&s, scales * m.nr_experts));
-	kvb_fill_e4m3(ctx, d.w13, w13 * m.nr_experts, 11);
-	kvb_fill_e4m3(ctx, d.w2, w2 * m.nr_experts, 12);
-	kvb_fill_f32(ctx, s, scales / 4 * m.nr_experts, 13, 1e-4f);
+	KVB_CUDA(cudaMalloc((void **)&d.w13, w13 * m->nr_experts));
+	KVB_CUDA(cudaMalloc((void **)&d.w2, w2 * m->nr_experts));
+	KVB_CUDA(cudaMalloc((void **)&s, scales * m->nr_experts));
+	kvb_fill_e4m3(ctx, d.w13, w13 * m->nr_experts, 11);
+	kvb_fill_e4m3(ctx, d.w2, w2 * m->nr_experts, 12);
+	kvb_fill_f32(ctx, s, scales / 4 * m->nr_experts, 13, 1e-4f);
 	d.e.dtype = KVK_E4M3;
 	d.e.order = KVK_ORDER_STANDARD;
 	d.e.w13 = d.w13;
 	d.e.w2 = d.w2;
 	d.e.s13 = d.e.s2 = s;
 	a.experts = d.e;
-	a.nr_tokens = 1024;
+	a.nr_tokens = 16384;
 	a.top_k = d.top_k;
 	a.act_dtype = KVK_BF16;
 	d.ws_bytes = kvk_moe_workspace_cuda(&a);
 	KVB_CUDA(cudaMalloc(&d.ws, d.ws_bytes));
-	for (uint32_t c = 0; c < 5 && !r; c++) {
+	for (size_t c = 0; c < sizeof(counts) / sizeof(counts[0]) && !r; c++) {
 		double bytes;
 
 		d.nr_tokens = counts[c];
 		bytes = route_sets(ctx, &d, UNIFORM, 8) * (double)(w13 + w2);
-		r = kvb_dense_line(ctx, call_fp8, &d, "fp8 glm5 full uniform", counts[c],
-				   bytes, 6.0 * counts[c] * d.top_k * m.hidden * m.inter,
-				   8);
+		r = kvb_dense_line(ctx, call_fp8, &d, name, counts[c], bytes,
+				   6.0 * counts[c] * d.top_k * m->hidden * m->inter, 8);
 	}
 	data_free(&d);
 	KVB_CUDA(cudaFree(s));
+	return r;
+}
+
+static int fp8_lines(struct kvb_ctx *ctx)
+{
+	static const struct model fp8[] = {
+		{"glm5 full", 256, 6144, 2048, 128, {}, {}, {}},
+		{"k2 full", 384, 7168, 2048, 128, {}, {}, {}},
+	};
+	int r = 0;
+
+	for (size_t i = 0; i < sizeof(fp8) / sizeof(fp8[0]) && !r; i++)
+		r = fp8_model(ctx, &fp8[i]);
 	return r;
 }
 

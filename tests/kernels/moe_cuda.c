@@ -308,8 +308,11 @@ static void moe_once(const struct moe_case *c)
 	}
 	KVT_NOTE("dtype %u %ux%u group %u tokens %u: error %.2e", c->dtype, c->hidden,
 		 c->inter, c->group, c->nr_tokens, rel_bf16(got, m.y, m.n));
-	/* both round to bf16 at the end: 1.7e-3 each */
-	KVT_EXPECT(rel_bf16(got, m.y, m.n) < 3e-3);
+	/* both round to bf16 at the end: 1.7e-3 each. Many tokens an expert in E4M3: products
+	 * on e4m3 keep 14 bits, and an h near a tie may get the other code */
+	KVT_EXPECT(
+		rel_bf16(got, m.y, m.n) <
+		(c->dtype == KVK_E4M3 && m.slots >= 16ul * c->nr_experts ? 1e-2 : 3e-3));
 	KVT_EXPECT(memcmp(got, got + m.n, 2 * m.n) == 0);
 	d.workspace_bytes--;
 	KVT_EXPECT_EQ(moe_call(&d, NULL), -EINVAL);
@@ -319,7 +322,7 @@ static void moe_once(const struct moe_case *c)
 
 static void moe_tokens(struct moe_case c)
 {
-	static const u32 counts[] = {1, 3, 7, 9, 20, 65, 130};
+	static const u32 counts[] = {1, 3, 7, 9, 20, 33, 65, 130, 400};
 
 	need_gpu();
 	for (size_t i = 0; i < KV_ARRAY_SIZE(counts); i++) {
@@ -332,6 +335,12 @@ static void moe_tokens(struct moe_case c)
 KVT_TEST(int4_group_32)
 {
 	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 9, 4, 0, false});
+}
+
+KVT_TEST(int4_many_experts)
+{
+	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 64, 4, 0, false});
+	moe_tokens((struct moe_case){KVK_INT4, 256, 1152, 64, KVK_F16, 40, 2, 0, false});
 }
 
 KVT_TEST(int4_group_64_f16_scales)
@@ -348,6 +357,11 @@ KVT_TEST(int4_group_128_many_rows)
 KVT_TEST(fp8_blocks)
 {
 	moe_tokens((struct moe_case){KVK_E4M3, 264, 144, 0, KVK_BF16, 7, 3, 0, false});
+}
+
+KVT_TEST(fp8_whole_blocks)
+{
+	moe_tokens((struct moe_case){KVK_E4M3, 384, 256, 0, KVK_BF16, 7, 3, 0, false});
 }
 
 KVT_TEST(bf16_and_f32)

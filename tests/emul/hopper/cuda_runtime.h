@@ -9,6 +9,8 @@
 #ifndef HOPPER_CUDA_RUNTIME_H
 #define HOPPER_CUDA_RUNTIME_H
 
+#include "cuda.h"
+
 #include <algorithm>
 #include <functional>
 #include <math.h>
@@ -43,6 +45,10 @@ struct alignas(16) uint4 {
 	unsigned x, y, z, w;
 };
 
+struct alignas(8) float2 {
+	float x, y;
+};
+
 struct alignas(16) float4 {
 	float x, y, z, w;
 };
@@ -55,6 +61,11 @@ static inline uint2 make_uint2(unsigned x, unsigned y)
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w)
 {
 	return {x, y, z, w};
+}
+
+static inline float2 make_float2(float x, float y)
+{
+	return {x, y};
 }
 
 /* ---------------------------------------------------------------------------- machine.cc
@@ -84,8 +95,13 @@ template <class T> static inline T &hopper_static_as(void)
 }
 
 /* moe_ptx.cuh's and dev.cuh's words for shared memory */
-#define MOE_SHARED(type, name)	 type &name = hopper_static_as<type>()
-#define MOE_DYNAMIC(name)	 uint8_t *const name = hopper_shared() + 1024
+#define MOE_SHARED(type, name) type &name = hopper_static_as<type>()
+#define MOE_DYNAMIC(name)      uint8_t *const name = hopper_shared() + 1024
+#define MOE_LAUNCH(kernel, grid, threads, stream, ...)                          \
+	do {                                                                    \
+		(void)(stream);                                                 \
+		hopper_launch((grid), (threads), [=] { kernel(__VA_ARGS__); }); \
+	} while (0)
 #define DEV_DYNAMIC_SHARED(name) uint8_t *const name = hopper_shared() + 1024
 #define DEV_LAUNCH_SHARED(kernel, grid, block, bytes, stream, args)         \
 	do {                                                                \
@@ -169,12 +185,27 @@ static inline unsigned __match_any_sync(unsigned, unsigned value)
 	});
 }
 
+static inline unsigned __reduce_min_sync(unsigned, unsigned value)
+{
+	return ~__reduce_max_sync(~0u, ~value);
+}
+
 static inline int __popc(unsigned v)
 {
 	return __builtin_popcount(v);
 }
 
 template <class T> static inline T __ldcg(const T *p)
+{
+	return *p;
+}
+
+template <class T> static inline T __ldg(const T *p)
+{
+	return *p;
+}
+
+template <class T> static inline T __ldcs(const T *p)
 {
 	return *p;
 }
@@ -228,7 +259,13 @@ static inline uint32_t __float_as_uint(float v)
 	return bits;
 }
 
-#define __expf(x) expf(x)
+static inline float __fdiv_rn(float a, float b)
+{
+	return a / b;
+}
+
+#define __expf(x)	 expf(x)
+#define __fdividef(a, b) ((a) / (b))
 
 /* ------------------------------------------------------------------------------- runtime
  */
@@ -253,6 +290,31 @@ struct cudaLaunchConfig_t {
 	cudaLaunchAttribute *attrs;
 	unsigned numAttrs;
 };
+
+/* A kernel of Hopper code (ops_cuda.cu), it says. */
+struct cudaFuncAttributes {
+	size_t sharedSizeBytes;
+};
+
+static inline cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *ret_attr,
+						const void *)
+{
+	ret_attr->sharedSizeBytes = 1;
+	return cudaSuccess;
+}
+
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum { cudaEnableDefault };
+
+/* The one entry point that the kernels ask for. */
+static inline cudaError_t
+cudaGetDriverEntryPointByVersion(const char *, void **ret_fn, int, int,
+				 cudaDriverEntryPointQueryResult *ret_found)
+{
+	*ret_fn = (void *)hopper_encode;
+	*ret_found = cudaDriverEntryPointSuccess;
+	return cudaSuccess;
+}
 
 #define HOPPER_SMS 3 /* so few that blocks meet each other's work */
 

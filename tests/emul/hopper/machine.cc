@@ -6,7 +6,8 @@
  * other), those of a larger one one after another. Each thread is a fiber with a stack; it
  * runs until it ends or gives way: at a barrier of its block or warp, at an mbarrier, at a
  * flag in global memory. Fibers take turns from a place that differs from round to round.
- * Bulk copies complete after some rounds, in any order.
+ * Bulk copies complete after some rounds, in any order; products of a warpgroup when somebody
+ * waits for them.
  *
  * What it shows beside the arithmetic and the addresses: that rings and barriers do not hang,
  * and that nobody reads a slot before its copy has come or overwrites one that is still read,
@@ -16,6 +17,7 @@
  * a device's instruction does what ptx.h takes it for. Not for two threads.
  */
 #include <cuda_runtime.h>
+#include <deque>
 #include <stdio.h>
 #include <vector>
 #include "machine.h"
@@ -27,6 +29,7 @@ dim3 blockDim, gridDim;
 enum {
 	WARP = 32,
 	NR_BARRIERS = 16,
+	BOX = 128,
 	STACK_BYTES = 128 << 10,
 	SHARED_BYTES = 288 << 10,
 	STATIC_AT = 236 << 10, /* __shared__ variables, behind what a launch asks for */
@@ -39,8 +42,19 @@ struct barrier {
 	uint64_t opened;
 };
 
+/* One warp's 16 rows of a product: what the lanes gave */
+struct product {
+	float *d[WARP];
+	uint32_t a[WARP][4]; /* f16 */
+	uint32_t rows; /* e4m3: where the warp's rows are in shared memory; f16: 0 */
+	uint32_t n, b;
+	int use_d;
+};
+
 struct warp {
 	struct barrier all;
+	std::vector<struct product> open;
+	std::deque<std::vector<struct product>> groups; /* committed */
 	alignas(16) uint64_t lanes[WARP * 16];
 };
 
@@ -62,7 +76,9 @@ struct fiber {
 struct copy {
 	uint8_t *shared;
 	uint32_t dst, bytes, bar;
-	const void *src;
+	const void *src; /* @map: not used */
+	const CUtensorMap *map;
+	uint64_t col, row;
 };
 
 static struct fiber *running;
@@ -196,7 +212,46 @@ void *hopper_static(size_t bytes)
 void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
 {
 	HOPPER_CHECK(dst + bytes <= STATIC_AT);
-	copies.push_back({hopper_shared(), dst, bytes, bar, src});
+	copies.push_back({hopper_shared(), dst, bytes, bar, src, NULL, 0, 0});
+}
+
+void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, int col, int row)
+{
+	HOPPER_CHECK(dst % 1024 == 0 && dst + BOX * BOX <= STATIC_AT && col >= 0 &&
+		     row >= 0);
+	copies.push_back({hopper_shared(), dst, BOX * BOX, bar, NULL,
+			  (const CUtensorMap *)map, (uint64_t)col, (uint64_t)row});
+}
+
+CUresult hopper_encode(CUtensorMap *map, CUtensorMapDataType, cuuint32_t nr_dims,
+		       void *base, const cuuint64_t *dims, const cuuint64_t *strides,
+		       const cuuint32_t *box, const cuuint32_t *, CUtensorMapInterleave,
+		       CUtensorMapSwizzle, CUtensorMapL2promotion,
+		       CUtensorMapFloatOOBfill)
+{
+	if ((uintptr_t)base % 16 || strides[0] % 16 || strides[0] != dims[0] ||
+	    box[0] != BOX || box[1] != BOX)
+		return CUDA_ERROR_INVALID_VALUE;
+	for (cuuint32_t i = 2; i < nr_dims; i++)
+		if (dims[i] != 1 || box[i] != 1 || strides[i - 1] % 16)
+			return CUDA_ERROR_INVALID_VALUE;
+	map->base = (const uint8_t *)base;
+	map->cols = dims[0];
+	map->rows = dims[1];
+	return CUDA_SUCCESS;
+}
+
+/* A box: piece c of 16 bytes of row r at c ^ (r & 7); zeros outside the tensor. */
+static void copy_box(const struct copy *c)
+{
+	for (uint32_t i = 0; i < BOX * 8; i++) {
+		const uint64_t r = i / 8, piece = i % 8, col = c->col + piece * 16;
+		uint8_t *dst = c->shared + c->dst + r * BOX + (piece ^ (r & 7)) * 16;
+
+		memset(dst, 0, 16);
+		if (c->row + r < c->map->rows && col + 16 <= c->map->cols)
+			memcpy(dst, c->map->base + (c->row + r) * c->map->cols + col, 16);
+	}
 }
 
 /* Some of the copies that are under way arrive. */
@@ -209,13 +264,129 @@ static void copies_step(void)
 			i++;
 			continue;
 		}
-		memcpy(c.shared + c.dst, c.src, c.bytes);
+		if (c.map)
+			copy_box(&c);
+		else
+			memcpy(c.shared + c.dst, c.src, c.bytes);
 		hopper_mbar_step((struct hopper_mbar *)(c.shared + c.bar), 0,
 				 -(int32_t)c.bytes);
 		copies[i] = copies.back();
 		copies.pop_back();
 		nr_events++;
 	}
+}
+
+/* ------------------------------------------------------------------- warpgroup products
+ */
+
+/* A warp's lanes agree on what is multiplied. @rows, @b: shared addresses, as lanes have them */
+static void product_open(float *d, const uint32_t (&a)[4], const struct product &how)
+{
+	struct warp *w = warp_of(running);
+	const uint32_t lane = running->thread % WARP;
+	uint64_t *mine = &w->lanes[lane * 16];
+
+	mine[0] = (uint64_t)d;
+	memcpy(&mine[1], a, sizeof(a));
+	mine[3] = how.b | (uint64_t)how.rows << 32;
+	hopper_warp_barrier();
+	if (lane == 0) {
+		struct product p = how;
+
+		for (uint32_t i = 0; i < WARP; i++) {
+			p.d[i] = (float *)w->lanes[i * 16];
+			memcpy(p.a[i], &w->lanes[i * 16 + 1], sizeof(p.a[i]));
+			HOPPER_CHECK(w->lanes[i * 16 + 3] == mine[3]);
+		}
+		w->open.push_back(p);
+	}
+	hopper_warp_barrier();
+}
+
+void hopper_product(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b, int use_d)
+{
+	struct product p = {};
+
+	p.n = n;
+	p.b = b;
+	p.use_d = use_d;
+	product_open(d, a, p);
+}
+
+void hopper_product_e4m3(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d)
+{
+	const uint32_t none[4] = {};
+	struct product p = {};
+
+	p.rows = a + running->thread % (4 * WARP) / WARP * 16 * 128;
+	p.n = n;
+	p.b = b;
+	p.use_d = use_d;
+	product_open(d, none, p);
+}
+
+void hopper_product_commit(void)
+{
+	struct warp *w = warp_of(running);
+
+	hopper_warp_barrier();
+	if (running->thread % WARP == 0) {
+		w->groups.push_back(w->open);
+		w->open.clear();
+	}
+	hopper_warp_barrier();
+}
+
+/* Byte k of row n of rows of 128 bytes, swizzled, from shared address @base on */
+static const uint8_t *product_at(uint32_t base, uint32_t n, uint32_t k)
+{
+	uint32_t at = base + n * 128 + k;
+
+	at ^= (at >> 7 & 7) << 4;
+	return hopper_shared() + at;
+}
+
+static float product_b(const struct product *p, uint32_t n, uint32_t k)
+{
+	if (p->rows)
+		return kvk_e4m3_decode(*product_at(p->b, n, k));
+	return hopper_half<false>(*(const uint16_t *)product_at(p->b, n, k * 2));
+}
+
+static float product_a(const struct product *p, uint32_t row, uint32_t k)
+{
+	const uint32_t lane = row % 8 * 4 + k % 8 / 2;
+
+	if (p->rows)
+		return kvk_e4m3_decode(*product_at(p->rows, row, k));
+	return hopper_half<false>(p->a[lane][k / 8 * 2 + row / 8] >> k % 2 * 16);
+}
+
+static void product_run(const struct product *p)
+{
+	for (uint32_t i = 0; i < 16 * p->n; i++) {
+		const uint32_t row = i % 16, col = i / 16, depth = p->rows ? 32 : 16;
+		float *d = &p->d[row % 8 * 4 + col % 8 / 2]
+				[col / 8 * 4 + row / 8 * 2 + col % 2];
+		double sum = p->use_d ? *d : 0.0;
+
+		for (uint32_t k = 0; k < depth; k++)
+			sum += (double)product_a(p, row, k) * product_b(p, col, k);
+		*d = (float)sum;
+	}
+}
+
+void hopper_product_wait(uint32_t but_latest)
+{
+	struct warp *w = warp_of(running);
+
+	hopper_warp_barrier();
+	while (running->thread % WARP == 0 && w->groups.size() > but_latest) {
+		for (const struct product &p : w->groups.front())
+			product_run(&p);
+		w->groups.pop_front();
+	}
+	hopper_warp_barrier();
 }
 
 /* ------------------------------------------------------------------------------- launches

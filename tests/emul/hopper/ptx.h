@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * ptx.h - the instructions that the kernels are made of, for the CPU. Included before each
- * kernel file in place of arch.cuh, moe_ptx.cuh and tile_ptx.cuh, whose guards it takes.
+ * kernel file in place of arch.cuh, moe_ptx.cuh, tile_ptx.cuh, wgmma.cuh and moe_wgmma.cuh, whose
+ * guards it takes.
  *
  * An mbarrier is its eight bytes in shared memory. A bulk copy completes at some later time,
  * in any order (machine.cc); cp.async at once. A matrix product is made of exact products,
@@ -12,6 +13,8 @@
 #define KVK_ARCH_CUH
 #define KVK_MOE_PTX_CUH
 #define KVK_TILE_PTX_CUH
+#define KVK_WGMMA_CUH
+#define KVK_MOE_WGMMA_CUH
 
 #include <cuda_runtime.h>
 #include "kernels/dev.cuh"
@@ -81,6 +84,12 @@ static inline void ptx_mbar_expect(uint32_t bar, uint32_t bytes)
 	hopper_mbar_step(hopper_mbar_at(bar), 1, (int32_t)bytes);
 }
 
+static inline bool ptx_mbar_test(uint32_t bar, uint32_t parity)
+{
+	hopper_yield();
+	return (uint32_t)(hopper_mbar_at(bar)->bytes & 1) != parity;
+}
+
 static inline void ptx_mbar_wait(uint32_t bar, uint32_t parity)
 {
 	while ((uint32_t)(hopper_mbar_at(bar)->bytes & 1) == parity)
@@ -104,6 +113,17 @@ static inline uint32_t ptx_ld_acquire(const uint32_t *p)
 }
 
 static inline void ptx_red_release(uint32_t *p, uint32_t v)
+{
+	*p += v;
+}
+
+static inline uint64_t ptx_ld_acquire64(const uint64_t *p)
+{
+	hopper_yield();
+	return *p;
+}
+
+static inline void ptx_red_release64(uint64_t *p, uint64_t v)
 {
 	*p += v;
 }
@@ -199,6 +219,27 @@ static inline void ptx_sts32(uint32_t a, float v)
 	memcpy(hopper_shared() + a, &v, sizeof(v));
 }
 
+/* Lane l's address is row l % 8 of matrix l / 8. */
+static inline void ptx_stmatrix_trans(uint32_t a, uint32_t m0, uint32_t m1, uint32_t m2,
+				      uint32_t m3)
+{
+	uint64_t *all = hopper_lanes();
+	const unsigned lane = threadIdx.x % 32;
+	const uint32_t m[4] = {m0, m1, m2, m3};
+
+	HOPPER_CHECK(a % 16 == 0);
+	all[lane * 16] = a;
+	hopper_warp_barrier();
+	for (unsigned i = 0; i < 8; i++) {
+		const unsigned row = lane % 4 * 2 + i % 2;
+		const uint16_t v = (uint16_t)(m[i / 2] >> i % 2 * 16);
+
+		memcpy(hopper_shared() + all[(i / 2 * 8 + row) * 16] + lane / 4 * 2, &v,
+		       2);
+	}
+	hopper_warp_barrier();
+}
+
 /* --------------------------------------------------------------------------- arithmetic
  */
 
@@ -232,6 +273,11 @@ static inline uint32_t ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
 static inline uint32_t ptx_fma_f16x2(uint32_t a, uint32_t b, uint32_t c)
 {
 	return hopper_fma<false>(a, b, c);
+}
+
+static inline uint32_t ptx_mul_f16x2(uint32_t a, uint32_t b)
+{
+	return hopper_fma<false>(a, b, 0x80008000u);
 }
 
 static inline float ptx_f16_f32(uint32_t bits)
@@ -301,6 +347,67 @@ static inline void tile_mma16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0
 			      uint32_t b1)
 {
 	hopper_mma<BF16>(d, a, b0, b1, d);
+}
+
+/* ------------------------------------------------------------------- warpgroup products
+ */
+
+void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, int col, int row);
+
+static inline void tma_load_4d(uint32_t dst, const void *map, uint32_t bar, int col,
+			       int row, int, int)
+{
+	hopper_tensor_copy(dst, map, bar, col, row);
+}
+
+/* A warp's rows of a product; done when a wait asks for it, not before. */
+void hopper_product(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b, int use_d);
+void hopper_product_commit(void);
+void hopper_product_wait(uint32_t but_latest);
+
+template <int N>
+static inline void moe_wgmma(float *d, const uint32_t (&a)[4], uint64_t b, int use_d)
+{
+	hopper_product(d, N, a, (uint32_t)b << 4, use_d);
+}
+
+/* e4m3, both in shared memory: a's rows are the warpgroup's 64 */
+void hopper_product_e4m3(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d);
+
+template <int N>
+static inline void moe_wgmma_e4m3(float *d, uint64_t a, uint64_t b, int use_d)
+{
+	hopper_product_e4m3(d, N, (uint32_t)a << 4, (uint32_t)b << 4, use_d);
+}
+
+static inline void wgm_fence(void)
+{
+	hopper_warp_barrier();
+}
+
+static inline void wgm_commit(void)
+{
+	hopper_product_commit();
+}
+
+template <int N> static inline void wgm_wait(void)
+{
+	hopper_product_wait(N);
+}
+
+template <int N> static inline void wgm_keep(float (&)[N])
+{
+}
+
+static inline uint64_t wgm_desc(uint32_t addr)
+{
+	HOPPER_CHECK(addr % 1024 == 0);
+	return addr >> 4;
+}
+
+static inline uint64_t wgm_desc_at(uint64_t desc, uint32_t units)
+{
+	return desc + units;
 }
 
 #endif /* HOPPER_PTX_H */

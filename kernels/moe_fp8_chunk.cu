@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_fp8_chunk.cu - the routed E4M3 experts of a prefill chunk, in their standard order.
+ *
+ * After the plan: round x, first product with SwiGLU and the rounding of h, second product,
+ * sum. Rounding gives each slot its row, in the plan's order, as e4m3 codes with a scale
+ * per 128 columns, in the layout that moe_fp8_chunk.cuh copies to shared memory as it is:
+ *
+ *	[128 columns][row][128 bytes], 16-byte piece c of the r-th row of a tile at c ^ (r & 7)
+ *
+ * A slot's result is kept as bf16: its rounding is a tenth of what rounding x to e4m3 costs,
+ * and f32 would take as long to write and read as a tenth of the products.
+ */
+#include "moe_fp8_chunk.cuh"
+#include "moe_fp8_wide.h"
+#include "moe_start.cuh"
+
+#define PACK_WARPS 8u
+
+/* One row; a warp takes two blocks of 128 columns at a time, a lane eight columns. @r: the
+ * row's number in its tile */
+__device__ __forceinline__ void chunk_row(const uint16_t *x, uint32_t cols, uint8_t *dst,
+					  uint64_t panel, uint32_t r, float *scales,
+					  uint32_t nr_slots)
+{
+	for (uint32_t i = threadIdx.x % 32; i < (cols / 8 + 31) / 32 * 32; i += 32) {
+		const bool there = i < cols / 8;
+		const uint4 raw =
+			there ? __ldcg((const uint4 *)x + i) : make_uint4(0, 0, 0, 0);
+		const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+		float v[8], scale;
+		uint32_t top = 0;
+
+#pragma unroll
+		for (int e = 0; e < 8; e++) {
+			const uint32_t m =
+				e % 2 ? w[e / 2] & 0x7fff0000u : w[e / 2] << 17 >> 1;
+
+			v[e] = __uint_as_float(e % 2 ? w[e / 2] & 0xffff0000u
+						     : w[e / 2] << 16);
+			top = max(top, m > 0x7f800000u ? 0u : m);
+		}
+#pragma unroll
+		for (int o = 1; o < 16; o *= 2)
+			top = max(top, __shfl_xor_sync(~0u, top, o));
+		scale = kvk_fp8_act_scale(__uint_as_float(top));
+		kvk_quant_div(v, kvk_quant_make(scale));
+		if (!there)
+			continue;
+		*(uint2 *)(dst + i / 16 * panel + ((i / 2 ^ r) & 7) * 16 + i % 2 * 8) =
+			make_uint2(arch_f32_e4m3(v[0], v[1]) | arch_f32_e4m3(v[2], v[3])
+								       << 16,
+				   arch_f32_e4m3(v[4], v[5]) | arch_f32_e4m3(v[6], v[7])
+								       << 16);
+		if (i % 16 == 0)
+			scales[(uint64_t)(i / 16) * nr_slots] = scale;
+	}
+}
+
+/* grid: (tiles, parts of a tile) */
+__global__ void __launch_bounds__(PACK_WARPS * 32)
+	chunk_pack(const __grid_constant__ struct moe_chunk a)
+{
+	const uint32_t warp = blockIdx.y * PACK_WARPS + threadIdx.x / 32;
+	const uint64_t panel = (uint64_t)a.nr_slots * 128u;
+
+	ptx_grid_launch();
+	ptx_grid_wait();
+	if (blockIdx.x >= __ldcg(a.nr_tiles))
+		return;
+	const uint2 tile = __ldcg(&a.tiles[blockIdx.x]);
+
+	for (uint32_t r = warp; r < tile.x >> 16; r += gridDim.y * PACK_WARPS) {
+		const uint64_t pos = tile.y + r;
+
+		chunk_row(a.x + (uint64_t)(__ldcg(&a.list[pos]) / a.top_k) * a.hidden,
+			  a.hidden, a.x_codes + pos * 128u, panel, r, a.x_scales + pos,
+			  a.nr_slots);
+	}
+}
+
+/* s += w * eight bf16 */
+__device__ __forceinline__ void chunk_add(float (&s)[8], float w, const uint4 &v)
+{
+	const uint32_t p[4] = {v.x, v.y, v.z, v.w};
+
+#pragma unroll
+	for (int i = 0; i < 4; i++) {
+		s[2 * i] += w * __uint_as_float(p[i] << 16);
+		s[2 * i + 1] += w * __uint_as_float(p[i] & 0xffff0000u);
+	}
+}
+
+/* y of eight columns of a token. A slot whose id is out of range makes its token NaN. grid:
+ * (hidden / 2048, tokens) */
+__global__ void __launch_bounds__(256)
+	chunk_sum(const __grid_constant__ struct moe_chunk a)
+{
+	const uint32_t col = (blockIdx.x * 256 + threadIdx.x) * 8;
+	const uint64_t tok = blockIdx.y;
+	float s[8] = {};
+
+	ptx_grid_launch();
+	ptx_grid_wait();
+	if (col >= a.hidden)
+		return;
+	uint4 *y = (uint4 *)(a.y + tok * a.hidden + col);
+
+#pragma unroll 8
+	for (uint32_t j = 0; j < a.top_k; j++) {
+		const uint64_t slot = tok * a.top_k + j;
+		const float w = __ldcg(&a.ids[slot]) < a.nr_experts
+					? __ldcg(&a.weights[slot])
+					: __uint_as_float(0x7fc00000u);
+
+		chunk_add(s, w, __ldcg((const uint4 *)(a.out + slot * a.hidden + col)));
+	}
+	if (a.accumulate)
+		chunk_add(s, 1.0f, *y);
+	*y = make_uint4(ptx_bf16x2(s[0], s[1]), ptx_bf16x2(s[2], s[3]),
+			ptx_bf16x2(s[4], s[5]), ptx_bf16x2(s[6], s[7]));
+}
+
+static int chunk_product(const struct moe_chunk *a, const struct kvk_experts *e,
+			 bool second, void *stream)
+{
+	struct fc_args k = {};
+	int r;
+
+	k.c = *a;
+	k.scales = (const float *)(second ? e->s2 : e->s13);
+	k.rows = second ? e->hidden : e->inter;
+	k.cols = second ? e->inter : e->hidden;
+	r = moe_fp8_map(&k.map, second ? e->w2 : e->w13,
+			(uint64_t)e->nr_experts * k.rows * (second ? 1 : 2), k.cols);
+	if (r)
+		return r;
+	return moe_start(second ? fc_kernel<true> : fc_kernel<false>, dim3(moe_sms()),
+			 FC_THREADS, FC_DYNAMIC, &k, stream);
+}
+
+int moe_chunk_launch(const struct moe_chunk *a, const struct kvk_experts *e, void *stream)
+{
+	const dim3 sums((a->hidden + 2047) / 2048, a->nr_tokens);
+	int r = moe_start(chunk_pack, dim3(a->tiles_max, 4), PACK_WARPS * 32, 0, a,
+			  stream);
+
+	if (!r)
+		r = chunk_product(a, e, false, stream);
+	if (!r)
+		r = chunk_product(a, e, true, stream);
+	return r ? r : moe_start(chunk_sum, sums, 256, 0, a, stream);
+}

@@ -1,0 +1,439 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_fp8_chunk.cuh - E4M3 weights times the e4m3 tokens of a prefill chunk, with wgmma on
+ * e4m3: the product's kernel. moe_fp8_chunk.cu has the steps around it.
+ *
+ * A unit is 256 rows of one expert times a tile of up to 128 tokens: 256 rows of W2, or 128
+ * gate rows and the 128 up rows of the same columns. A step is 128 columns: two tensor
+ * copies of 128 rows, one bulk copy of the tokens, and a table of what each token's sums
+ * are multiplied with (its own scale times the weights' block's), which a warp of its own
+ * writes. Each of two warpgroups has 64 gate and 64 up rows, or 128 rows; it multiplies 64
+ * rows after the other, with as many tokens as are there (rounded up to 16), and adds a
+ * step's sums to its own in f32: the tensor core's keep 14 bits only. While one adds,
+ * the other multiplies.
+ *
+ * The first product rounds h to e4m3, a scale per token and 128 columns, which are
+ * exactly a unit's: no float of h leaves the SM. The second one turns its results over in
+ * shared memory to store whole rows.
+ *
+ * Named barrier 1: both warpgroups.
+ */
+#ifndef KVK_MOE_FP8_CHUNK_CUH
+#define KVK_MOE_FP8_CHUNK_CUH
+
+#include <cuda.h>
+#include <errno.h>
+#include "fp8.h"
+#include "moe_fp8_chunk.h"
+#include "moe_ptx.cuh"
+#include "moe_wgmma.cuh"
+#include "quant.cuh"
+
+#define FC_USERS     256u
+#define FC_THREADS   (FC_USERS + 128u) /* of the last warpgroup two warps feed */
+#define FC_STAGES    4u
+#define FC_BOX	     (128u * 128u)
+#define FC_PANEL     (MOE_CHUNK_TOKENS * 128u)
+#define FC_STAGE     (2u * FC_BOX + FC_PANEL)
+#define FC_TURN	     (32u * 512u) /* where results are turned over */
+#define FC_DYNAMIC   (FC_STAGES * FC_STAGE + FC_TURN + 1024u)
+#define FC_REGS_USE  224
+#define FC_REGS_FEED 56
+
+static_assert(FC_REGS_USE * 256 + FC_REGS_FEED * 128 <= 168 * 384,
+	      "the CTA's register pool is 168 per thread");
+static_assert(FC_PANEL <= FC_TURN, "codes of h are turned over at once");
+
+/* struct fc_args - a launch's kernel parameters */
+struct fc_args {
+	CUtensorMap map; /* all experts' rows of one matrix */
+	struct moe_chunk c;
+	const float *scales;
+	uint32_t rows; /* of an expert's matrix; FIRST: gate rows alone */
+	uint32_t cols;
+};
+
+struct fc_shared {
+	uint64_t full[FC_STAGES], empty[FC_STAGES];
+	float factor[FC_STAGES][2][MOE_CHUNK_TOKENS];
+	uint32_t amax[MOE_CHUNK_TOKENS];
+	struct kvk_quant quant[MOE_CHUNK_TOKENS];
+};
+
+struct fc_ring {
+	uint32_t base; /* shared address of stage 0: two boxes, a panel */
+	uint32_t stage, phase;
+};
+
+__device__ __forceinline__ void fc_next(struct fc_ring &r)
+{
+	if (++r.stage == FC_STAGES) {
+		r.stage = 0;
+		r.phase ^= 1;
+	}
+}
+
+__device__ __forceinline__ void fc_wait_empty(struct fc_shared &sh,
+					      const struct fc_ring &r)
+{
+	ptx_mbar_wait(ptx_smem(&sh.empty[r.stage]), r.phase ^ 1);
+}
+
+/* ------------------------------------------------------------------------------- feeding
+ */
+
+/* Copies of a unit; one lane. */
+template <bool SECOND>
+__device__ __forceinline__ void fc_feed(const struct fc_args &a, struct fc_shared &sh,
+					uint2 tile, uint32_t rb, struct fc_ring &r)
+{
+	const uint32_t n = tile.x >> 16, expert = tile.x & 0xffffu;
+	const uint32_t row0 =
+		SECOND ? expert * a.rows + rb * 256 : expert * 2 * a.rows + rb * 128;
+	const uint32_t row1 = row0 + (SECOND ? 128 : a.rows);
+	const uint64_t panel = (uint64_t)a.c.nr_slots * 128u;
+	const uint8_t *x = (SECOND ? a.c.h_codes : a.c.x_codes) + tile.y * 128ull;
+
+	for (uint32_t k = 0; k < a.cols / 128; k++, fc_next(r)) {
+		const uint32_t bar = ptx_smem(&sh.full[r.stage]);
+		const uint32_t at = r.base + r.stage * FC_STAGE;
+
+		fc_wait_empty(sh, r);
+		ptx_mbar_expect(bar, 2 * FC_BOX + n * 128u);
+		tma_load_4d(at, &a.map, bar, (int)(k * 128), (int)row0, 0, 0);
+		tma_load_4d(at + FC_BOX, &a.map, bar, (int)(k * 128), (int)row1, 0, 0);
+		ptx_bulk(at + 2 * FC_BOX, x + k * panel, n * 128u, bar);
+	}
+}
+
+/* Factors of a unit; a warp, a lane has tokens lane, lane + 32 ... Those of the next step
+ * are read before this one's place is free. */
+template <bool SECOND>
+__device__ __forceinline__ void fc_factors(const struct fc_args &a, struct fc_shared &sh,
+					   uint2 tile, uint32_t rb, struct fc_ring &r)
+{
+	const uint32_t lane = threadIdx.x % 32, n = tile.x >> 16, wide = a.cols / 128;
+	const uint32_t expert = tile.x & 0xffffu, blocks = a.rows / 128;
+	const uint32_t b0 = SECOND ? expert * blocks + rb * 2 : expert * 2 * blocks + rb;
+	const uint32_t b1 =
+		SECOND ? expert * blocks + min(rb * 2 + 1, blocks - 1) : b0 + blocks;
+	const float *w0 = a.scales + (uint64_t)b0 * wide,
+		    *w1 = a.scales + (uint64_t)b1 * wide;
+	const float *xs = (SECOND ? a.c.h_scales : a.c.x_scales) + tile.y;
+	float x[4] = {}, s0 = 0.0f, s1 = 0.0f;
+
+	for (uint32_t k = 0; k <= wide; k++) {
+		const float p0 = s0, p1 = s1;
+		float before[4];
+
+#pragma unroll
+		for (uint32_t i = 0; i < 4; i++) {
+			const uint32_t token = lane + 32 * i;
+
+			before[i] = x[i];
+			x[i] = k < wide && token < n
+				       ? __ldcg(xs + (uint64_t)k * a.c.nr_slots + token)
+				       : 0.0f;
+		}
+		s0 = k < wide ? __ldg(w0 + k) : 0.0f;
+		s1 = k < wide ? __ldg(w1 + k) : 0.0f;
+		if (k == 0)
+			continue;
+		fc_wait_empty(sh, r);
+#pragma unroll
+		for (uint32_t i = 0; i < 4; i++) {
+			sh.factor[r.stage][0][lane + 32 * i] = before[i] * p0;
+			sh.factor[r.stage][1][lane + 32 * i] = before[i] * p1;
+		}
+		__syncwarp();
+		if (lane == 0)
+			ptx_mbar_arrive(ptx_smem(&sh.full[r.stage]));
+		fc_next(r);
+	}
+}
+
+/* ------------------------------------------------------------------------------ products
+ */
+
+/* acc += part * factor, for 64 rows */
+template <int N>
+__device__ __forceinline__ void fc_add(float (&acc)[N / 2], const float (&part)[N / 2],
+				       uint32_t factor)
+{
+#pragma unroll
+	for (int i = 0; i < N / 8; i++) {
+		const uint2 f = ptx_lds64(factor + (i * 8 + threadIdx.x % 4 * 2) * 4);
+		const float f0 = __uint_as_float(f.x), f1 = __uint_as_float(f.y);
+
+		acc[4 * i] += part[4 * i] * f0;
+		acc[4 * i + 1] += part[4 * i + 1] * f1;
+		acc[4 * i + 2] += part[4 * i + 2] * f0;
+		acc[4 * i + 3] += part[4 * i + 3] * f1;
+	}
+}
+
+/* All columns of a unit. @acc: [64 rows][fragment] */
+template <int N, bool SECOND>
+__device__ __forceinline__ void fc_unit(float (&acc)[2][N / 2], struct fc_shared &sh,
+					uint32_t steps, struct fc_ring &r)
+{
+	const uint32_t wg = threadIdx.x / 128;
+
+#pragma unroll
+	for (int i = 0; i < N; i++)
+		acc[i / (N / 2)][i % (N / 2)] = 0.0f;
+	for (uint32_t k = 0; k < steps; k++, fc_next(r)) {
+		const uint32_t at = r.base + r.stage * FC_STAGE;
+		const uint64_t b = wgm_desc(at + 2 * FC_BOX);
+
+		ptx_mbar_wait(ptx_smem(&sh.full[r.stage]), r.phase);
+#pragma unroll
+		for (uint32_t m = 0; m < 2; m++) {
+			const uint32_t box = SECOND ? wg : m, half = SECOND ? m : wg;
+			const uint64_t w =
+				wgm_desc(at + box * FC_BOX + half * (FC_BOX / 2));
+			float part[N / 2];
+
+			wgm_fence();
+#pragma unroll
+			for (int kk = 0; kk < 4; kk++)
+				moe_wgmma_e4m3<N>(part, wgm_desc_at(w, kk * 2),
+						  wgm_desc_at(b, kk * 2), kk);
+			wgm_commit();
+			wgm_wait<0>();
+			wgm_keep(part);
+			fc_add<N>(acc[m], part, ptx_smem(sh.factor[r.stage][box]));
+		}
+		__syncwarp();
+		if (threadIdx.x % 32 == 0)
+			ptx_mbar_arrive(ptx_smem(&sh.empty[r.stage]));
+	}
+}
+
+/* ------------------------------------------------------------------------------- results
+ */
+
+/* h of the unit's 128 columns, its codes and scales. @turn: FC_TURN bytes */
+template <int N>
+__device__ __forceinline__ void fc_store_h(const struct fc_args &a, struct fc_shared &sh,
+					   float (&acc)[2][N / 2], uint2 tile,
+					   uint32_t rb, uint8_t *turn)
+{
+	const uint32_t n = tile.x >> 16, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+	/* warp w of a warpgroup has 16 of its 64 columns */
+	const uint32_t col = threadIdx.x / 128 * 64 + threadIdx.x % 128 / 32 * 16 + g;
+	uint8_t *codes = a.c.h_codes + ((uint64_t)rb * a.c.nr_slots + tile.y) * 128u;
+
+#pragma unroll
+	for (uint32_t i = 0; i < N / 4; i++) {
+		const uint32_t f = i / 2 * 4 + i % 2, token = i / 2 * 8 + 2 * t + i % 2;
+		uint32_t top = 0;
+
+		if (i / 2 * 8 >= n)
+			continue;
+#pragma unroll
+		for (uint32_t j = f; j < f + 4; j += 2) {
+			const float gate = acc[0][j];
+			uint32_t bits;
+
+			acc[0][j] = __fdividef(gate, 1.0f + __expf(-gate)) * acc[1][j];
+			bits = __float_as_uint(acc[0][j]) & 0x7fffffffu;
+			top = max(top, bits > 0x7f800000u ? 0u : bits);
+		}
+#pragma unroll
+		for (int o = 4; o < 32; o *= 2)
+			top = max(top, __shfl_xor_sync(~0u, top, o));
+		if (g == 0)
+			atomicMax(&sh.amax[token], top);
+	}
+	ptx_bar_sync(1, FC_USERS);
+	if (threadIdx.x < MOE_CHUNK_TOKENS) {
+		const float scale =
+			kvk_fp8_act_scale(__uint_as_float(sh.amax[threadIdx.x]));
+
+		sh.quant[threadIdx.x] = kvk_quant_make(scale);
+		sh.amax[threadIdx.x] = 0;
+		if (threadIdx.x < n)
+			a.c.h_scales[(uint64_t)rb * a.c.nr_slots + tile.y + threadIdx.x] =
+				scale;
+	}
+	ptx_bar_sync(1, FC_USERS);
+#pragma unroll
+	for (uint32_t i = 0; i < N / 4; i++) {
+		const uint32_t f = i / 2 * 4 + i % 2, token = i / 2 * 8 + 2 * t + i % 2;
+		float v[2] = {acc[0][f], acc[0][f + 2]};
+		uint8_t *row = turn + token * 128u;
+
+		if (i / 2 * 8 >= n)
+			continue;
+		kvk_quant_div(v, sh.quant[token]);
+		const uint32_t two = arch_f32_e4m3(v[0], v[1]);
+
+		row[((col / 16 ^ token) & 7) * 16 + col % 16] = (uint8_t)two;
+		row[((col / 16 ^ token) & 7) * 16 + col % 16 + 8] = (uint8_t)(two >> 8);
+	}
+	ptx_bar_sync(1, FC_USERS);
+	for (uint32_t i = threadIdx.x; i < n * 8; i += FC_USERS)
+		*(uint4 *)(codes + i * 16) = *(const uint4 *)(turn + i * 16);
+	ptx_bar_sync(1, FC_USERS);
+}
+
+/* 32 tokens at a time: a token's 256 columns are 32 pieces of 16 bytes, piece c of token
+ * i at c ^ (i & 7) */
+template <int N>
+__device__ __forceinline__ void fc_store_out(const struct fc_args &a,
+					     const float (&acc)[2][N / 2], uint2 tile,
+					     uint32_t rb, uint8_t *turn)
+{
+	const uint32_t n = tile.x >> 16, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+	/* lane's row of an 8 x 8 matrix: token lane % 8 (+ 8), columns + 8 in odd ones */
+	const uint32_t token = lane / 16 * 8 + lane % 8;
+	const uint32_t at = ptx_smem(turn) + token * 512u;
+
+#pragma unroll
+	for (uint32_t c = 0; c < (N + 31) / 32; c++) {
+		if (c * 32 >= n)
+			continue;
+#pragma unroll
+		for (uint32_t i = 0; i < 4; i++) {
+			const uint32_t m = i / 2, half = i % 2;
+			/* 16 columns of 256, as pieces of 8 */
+			const uint32_t piece =
+				warp / 4 * 16 + m * 8 + warp % 4 * 2 + lane / 8 % 2;
+			const float *v = &acc[m][c * 16 + half * 8];
+
+			if (c * 32 + half * 16 >= N)
+				continue;
+
+			ptx_stmatrix_trans(at + half * 8192u + (piece ^ (token & 7)) * 16,
+					   ptx_bf16x2(v[0], v[1]), ptx_bf16x2(v[2], v[3]),
+					   ptx_bf16x2(v[4], v[5]),
+					   ptx_bf16x2(v[6], v[7]));
+		}
+		ptx_bar_sync(1, FC_USERS);
+#pragma unroll
+		for (uint32_t i = 0; i < 4; i++) {
+			const uint32_t k = warp * 4 + i, col = rb * 256 + lane * 8;
+
+			if (c * 32 + k >= n || col >= a.c.hidden)
+				continue;
+			const uint64_t slot = __ldcg(&a.c.list[tile.y + c * 32 + k]);
+
+			*(uint4 *)(a.c.out + slot * a.c.hidden + col) =
+				*(const uint4 *)(turn + k * 512u + (lane ^ (k & 7)) * 16);
+		}
+		ptx_bar_sync(1, FC_USERS);
+	}
+}
+
+/* ------------------------------------------------------------------------------- the way
+ */
+
+template <int N, bool SECOND>
+__device__ __forceinline__ void fc_whole(const struct fc_args &a, struct fc_shared &sh,
+					 uint2 tile, uint32_t rb, struct fc_ring &r,
+					 uint8_t *turn)
+{
+	float acc[2][N / 2];
+
+	fc_unit<N, SECOND>(acc, sh, a.cols / 128, r);
+	if constexpr (SECOND)
+		fc_store_out<N>(a, acc, tile, rb, turn);
+	else
+		fc_store_h<N>(a, sh, acc, tile, rb, turn);
+}
+
+template <bool SECOND>
+__device__ __forceinline__ void fc_use(const struct fc_args &a, struct fc_shared &sh,
+				       uint32_t rblocks, struct fc_ring r, uint8_t *turn)
+{
+	const uint32_t units = __ldcg(a.c.nr_tiles) * rblocks;
+	uint2 next = blockIdx.x < units ? __ldcg(&a.c.tiles[blockIdx.x / rblocks])
+					: make_uint2(0, 0);
+
+	for (uint32_t u = blockIdx.x; u < units; u += gridDim.x) {
+		const uint2 tile = next;
+
+		if (u + gridDim.x < units)
+			next = __ldcg(&a.c.tiles[(u + gridDim.x) / rblocks]);
+		switch (((tile.x >> 16) + 15) / 16) {
+		case 1:
+		case 2:
+			fc_whole<32, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			break;
+		case 3:
+		case 4:
+			fc_whole<64, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			break;
+		case 5:
+			fc_whole<80, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			break;
+		case 6:
+			fc_whole<96, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			break;
+		case 7:
+			fc_whole<112, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			break;
+		default:
+			fc_whole<128, SECOND>(a, sh, tile, u % rblocks, r, turn);
+		}
+	}
+}
+
+/* A feeding warp's way: copies or factors. */
+template <bool SECOND, bool COPY>
+__device__ __forceinline__ void fc_units(const struct fc_args &a, struct fc_shared &sh,
+					 uint32_t rblocks, struct fc_ring r)
+{
+	const uint32_t units = __ldcg(a.c.nr_tiles) * rblocks;
+	uint2 next = blockIdx.x < units ? __ldcg(&a.c.tiles[blockIdx.x / rblocks])
+					: make_uint2(0, 0);
+
+	for (uint32_t u = blockIdx.x; u < units; u += gridDim.x) {
+		const uint2 tile = next;
+
+		if (u + gridDim.x < units)
+			next = __ldcg(&a.c.tiles[(u + gridDim.x) / rblocks]);
+		if (COPY)
+			fc_feed<SECOND>(a, sh, tile, u % rblocks, r);
+		else
+			fc_factors<SECOND>(a, sh, tile, u % rblocks, r);
+	}
+}
+
+template <bool SECOND>
+__global__ void __launch_bounds__(FC_THREADS, 1)
+	fc_kernel(const __grid_constant__ struct fc_args a)
+{
+	MOE_DYNAMIC(dynamic);
+	MOE_SHARED(struct fc_shared, sh);
+	const uint32_t rblocks = SECOND ? (a.rows + 255) / 256 : a.rows / 128;
+	const uint32_t pad = -ptx_smem(dynamic) & 1023u;
+	struct fc_ring r = {};
+
+	r.base = ptx_smem(dynamic) + pad;
+	if (threadIdx.x == 0) {
+		for (uint32_t i = 0; i < FC_STAGES; i++) {
+			ptx_mbar_init(ptx_smem(&sh.full[i]), 2);
+			ptx_mbar_init(ptx_smem(&sh.empty[i]), FC_USERS / 32);
+		}
+		ptx_fence_async();
+	}
+	if (threadIdx.x < MOE_CHUNK_TOKENS)
+		sh.amax[threadIdx.x] = 0;
+	__syncthreads();
+	ptx_grid_launch();
+	ptx_grid_wait();
+	if (threadIdx.x < FC_USERS) {
+		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(FC_REGS_USE));
+		fc_use<SECOND>(a, sh, rblocks, r, dynamic + pad + FC_STAGES * FC_STAGE);
+		return;
+	}
+	SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FC_REGS_FEED));
+	if (threadIdx.x == FC_USERS)
+		fc_units<SECOND, true>(a, sh, rblocks, r);
+	else if (threadIdx.x / 32 == FC_USERS / 32 + 1)
+		fc_units<SECOND, false>(a, sh, rblocks, r);
+}
+
+#endif /* KVK_MOE_FP8_CHUNK_CUH */

@@ -1,0 +1,376 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_int4_wide.cuh - INT4 weights times many tokens an expert, with wgmma: the product's
+ * kernel; included once per group size. moe_int4_wide.cu has the steps around it.
+ *
+ * A unit is 256 rows of one expert (eight packed row tiles) times a tile of up to N tokens;
+ * what is multiplied is the tile's tokens rounded up (wide_pick).
+ * Each of eight consumer warps has a brick of 32 rows per step of 128 columns, makes f16
+ * of it in registers, with its scale times 64 (exact: 3 bits of q and 8 of a bf16 scale),
+ * and a warpgroup multiplies its two halves as 64 rows each. Tokens lie in shared memory in
+ * two swizzled panels of 64 columns, put in the order in which a lane's word holds its
+ * weights (wide_pack), and come as they are by bulk copies, as do the bricks: one lane
+ * feeds a ring of stages that never drains between units.
+ *
+ * Units follow each other by token tile; CTA c has units c, c + grid, ...
+ */
+#ifndef KVK_MOE_INT4_WIDE_CUH
+#define KVK_MOE_INT4_WIDE_CUH
+
+#include "moe_int4_wide.h"
+#include "moe_pack.h"
+#include "moe_ptx.cuh"
+#include "moe_start.cuh"
+#include "moe_wgmma.cuh"
+
+#define WIDE_WARPS     8u
+#define WIDE_USERS     (WIDE_WARPS * 32u)
+#define WIDE_THREADS   (WIDE_USERS + 128u) /* a warpgroup feeds, or one lane of it */
+#define WIDE_SMEM      (224u * 1024u)
+#define WIDE_SCALE     64.0f
+#define WIDE_REGS_USE  232
+#define WIDE_REGS_FEED 40
+
+static_assert(WIDE_REGS_USE * 256 + WIDE_REGS_FEED * 128 <= 168 * 384,
+	      "the CTA's register pool is 168 per thread");
+
+template <int N, int G> struct wide_size {
+	static constexpr uint32_t BRICK = KVK_BRICK_NIBBLES + 64u * (KVK_BRICK_COLS / G);
+	static constexpr uint32_t PANEL = N * 128u;
+	static constexpr uint32_t TOKENS = 2u * PANEL;
+	static constexpr uint32_t STAGE = TOKENS + WIDE_WARPS * BRICK;
+	static constexpr uint32_t FIT = WIDE_SMEM / STAGE;
+	static constexpr uint32_t STAGES = FIT > 8u ? 8u : FIT;
+	static constexpr uint32_t DYNAMIC = STAGES * STAGE + 1024u;
+};
+
+struct wide_bars {
+	uint64_t full[8], empty[8];
+};
+
+struct wide_ring {
+	uint32_t tokens, bricks; /* shared addresses of stage 0 */
+	uint32_t full, empty;
+	uint32_t stage, phase;
+};
+
+template <uint32_t STAGES> __device__ __forceinline__ void wide_next(struct wide_ring &r)
+{
+	if (++r.stage == STAGES) {
+		r.stage = 0;
+		r.phase ^= 1;
+	}
+}
+
+/* ------------------------------------------------------------------------------- feeding
+ */
+
+/* All stages of a unit; a warp. */
+template <int N, int G>
+__device__ __forceinline__ void wide_feed(const struct moe_wide &a,
+					  const struct wide_mat &m, const uint8_t *panels,
+					  uint2 tile, uint32_t rb, struct wide_ring &r)
+{
+	using S = wide_size<N, G>;
+	const uint32_t lane = threadIdx.x % 32, n = tile.x >> 16;
+	const uint32_t m0 = rb * WIDE_WARPS, nm = min(WIDE_WARPS, m.mtiles - m0);
+	const uint8_t *w = m.base + (tile.x & 0xffffu) * m.expert_bytes;
+	const uint64_t panel = (uint64_t)a.nr_slots * 128u;
+	const uint8_t *x = panels + tile.y * 128ull;
+
+	for (uint32_t k = 0; k < m.kbricks; k++, wide_next<S::STAGES>(r)) {
+		const uint32_t bar = r.full + 8 * r.stage;
+		const uint32_t bricks = r.bricks + r.stage * WIDE_WARPS * S::BRICK;
+
+		ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
+		if (lane == 0)
+			ptx_mbar_expect(bar, nm * S::BRICK + 2 * n * 128u);
+		__syncwarp();
+		if (m.wl == WIDE_WARPS) {
+			if (lane == 0)
+				ptx_bulk(bricks,
+					 w + (uint64_t)(m0 * m.kbricks + k * WIDE_WARPS) *
+							 S::BRICK,
+					 nm * S::BRICK, bar);
+		} else if (lane < nm) {
+			ptx_bulk(bricks + lane * S::BRICK,
+				 w + (uint64_t)((m0 + lane) * m.kbricks + k) * S::BRICK,
+				 S::BRICK, bar);
+		}
+		if (lane >= 30)
+			ptx_bulk(r.tokens + r.stage * S::TOKENS + (lane - 30) * S::PANEL,
+				 x + (2 * k + lane - 30) * panel, n * 128u, bar);
+	}
+}
+
+/* ------------------------------------------------------------------------------ products
+ */
+
+/* A word of eight weights of a row, times the row's scale: pairs of neighbours. */
+__device__ __forceinline__ void wide_weights(uint32_t w, uint32_t scale, uint32_t (&p)[4])
+{
+#pragma unroll
+	for (int j = 0; j < 4; j++) {
+		/* 1024 + n, or 1024 + 16 n: to n - 8 */
+		uint32_t v = ptx_and_or(w >> (j / 2 * 8),
+					j % 2 ? 0x00f000f0u : 0x000f000fu, 0x64006400u);
+
+		v = j % 2 ? ptx_fma_f16x2(v, 0x2c002c00u, 0xd480d480u)
+			  : ptx_fma_f16x2(v, 0x3c003c00u, 0xe408e408u);
+		p[j] = ptx_mul_f16x2(v, scale);
+	}
+}
+
+/* Scales of a lane's four rows for columns 32 kb .., as f16 pairs. */
+template <int G>
+__device__ __forceinline__ void wide_scales(uint32_t addr, int kb, uint32_t is_f16,
+					    uint32_t (&s)[4])
+{
+	const uint32_t g = threadIdx.x % 32 / 4;
+	const uint2 v = ptx_lds64(addr + (g * (128 / G) + kb * 32 / G) * 8u);
+	const uint32_t raw[4] = {v.x & 0xffffu, v.x >> 16, v.y & 0xffffu, v.y >> 16};
+
+#pragma unroll
+	for (int i = 0; i < 4; i++) {
+		const float f = WIDE_SCALE * (is_f16 ? ptx_f16_f32(raw[i])
+						     : __uint_as_float(raw[i] << 16));
+
+		s[i] = ptx_f16x2(f, f);
+	}
+}
+
+/* A warp's A operands of 32 columns: [row half][k16][register] */
+template <int G>
+__device__ __forceinline__ void wide_operand(uint32_t brick, int kb, uint32_t is_f16,
+					     uint32_t (&s)[4], uint32_t (&a)[2][2][4])
+{
+	const uint4 w = ptx_lds128(brick + kb * 512u + threadIdx.x % 32 * 16u);
+	uint32_t p[4][4];
+
+	if (kb * 32 % G == 0)
+		wide_scales<G>(brick + KVK_BRICK_NIBBLES, kb, is_f16, s);
+	wide_weights(w.x, s[0], p[0]);
+	wide_weights(w.y, s[1], p[1]);
+	wide_weights(w.z, s[2], p[2]);
+	wide_weights(w.w, s[3], p[3]);
+#pragma unroll
+	for (int i = 0; i < 16; i++) /* register: row + 8 first, then column + 8 */
+		a[i / 8][i / 4 % 2][i % 4] =
+			p[i / 8 * 2 + i % 2][i / 4 % 2 * 2 + i % 4 / 2];
+}
+
+/* All columns of a unit. @acc: [row half][fragment] */
+template <int N, int NMAX, int G>
+__device__ __forceinline__ void wide_unit(float (&acc)[2][N / 2], uint32_t kbricks,
+					  uint32_t is_f16, struct wide_ring &r)
+{
+	using S = wide_size<NMAX, G>;
+	const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+	uint32_t a[2][2][2][4], s[4], before = 0;
+
+#pragma unroll
+	for (int i = 0; i < N; i++)
+		acc[i / (N / 2)][i % (N / 2)] = 0.0f;
+	for (uint32_t k = 0; k < kbricks; k++) {
+		const uint32_t brick =
+			r.bricks + (r.stage * WIDE_WARPS + warp) * S::BRICK;
+		const uint64_t desc = wgm_desc(r.tokens + r.stage * S::TOKENS);
+
+		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
+#pragma unroll
+		for (int kb = 0; kb < 4; kb++) {
+			wide_operand<G>(brick, kb, is_f16, s, a[kb % 2]);
+			wgm_fence();
+#pragma unroll
+			for (int i = 0; i < 4; i++)
+				moe_wgmma<N>(acc[i % 2], a[kb % 2][i % 2][i / 2],
+					     wgm_desc_at(desc, kb / 2 * (S::PANEL / 16) +
+								       kb % 2 * 4 +
+								       i / 2 * 2),
+					     1);
+			wgm_commit();
+			wgm_wait<1>();
+			/* the stage before has been read to its end */
+			if (kb == 0 && k && lane == 0)
+				ptx_mbar_arrive(before);
+		}
+		before = r.empty + 8 * r.stage;
+		wide_next<S::STAGES>(r);
+	}
+	wgm_wait<0>();
+	if (lane == 0)
+		ptx_mbar_arrive(before);
+	wgm_keep(acc[0]);
+	wgm_keep(acc[1]);
+}
+
+/* ------------------------------------------------------------------------------- results
+ */
+
+template <int N>
+__device__ __forceinline__ void wide_store_h(const struct moe_wide &a,
+					     const float (&acc)[2][N / 2], uint2 tile,
+					     uint32_t mtile)
+{
+	const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+
+#pragma unroll
+	for (int i = 0; i < N / 4; i++) {
+		const uint32_t token = i / 2 * 8 + 2 * t + i % 2, pos = tile.y + token;
+		const int f = i / 2 * 4 + i % 2;
+
+		if (token >= tile.x >> 16)
+			continue;
+		const float back = __ldcg(&a.x_back[pos]);
+		float *h = a.h + (uint64_t)pos * a.inter + mtile * 16 + g;
+
+#pragma unroll
+		for (int m = 0; m < 2; m++) {
+			const float gate = acc[m][f] * back, up = acc[m][f + 2] * back;
+
+			h[m * 8] = gate / (1.0f + __expf(-gate)) * up;
+		}
+	}
+}
+
+template <int N>
+__device__ __forceinline__ void wide_store_out(const struct moe_wide &a,
+					       const float (&acc)[2][N / 2], uint2 tile,
+					       uint32_t mtile)
+{
+	const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+
+#pragma unroll
+	for (int i = 0; i < N / 4; i++) {
+		const uint32_t token = i / 2 * 8 + 2 * t + i % 2, pos = tile.y + token;
+		const int f = i / 2 * 4 + i % 2;
+
+		if (token >= tile.x >> 16)
+			continue;
+		const float back = __ldcg(&a.h_back[pos]);
+		float *o = a.out + (uint64_t)__ldcg(&a.list[pos]) * a.hidden +
+			   mtile * 32 + g;
+
+#pragma unroll
+		for (int m = 0; m < 2; m++) {
+			o[m * 16] = acc[m][f] * back;
+			o[m * 16 + 8] = acc[m][f + 2] * back;
+		}
+	}
+}
+
+/* A unit of up to N tokens in a ring for NMAX. */
+template <int N, int NMAX, int G, bool SECOND>
+__device__ __forceinline__ void wide_whole(const struct moe_wide &a, uint2 tile,
+					   uint32_t rb, struct wide_ring &r)
+{
+	const struct wide_mat &m = SECOND ? a.w2 : a.w13;
+	const uint32_t mtile = rb * WIDE_WARPS + threadIdx.x / 32;
+	float acc[2][N / 2];
+
+	wide_unit<N, NMAX, G>(acc, m.kbricks, a.scale_f16, r);
+	if (mtile >= m.mtiles)
+		return;
+	if constexpr (SECOND)
+		wide_store_out<N>(a, acc, tile, mtile);
+	else
+		wide_store_h<N>(a, acc, tile, mtile);
+}
+
+/* As many tokens as are there, rounded up to 32 (64 at least in a ring for 128: more variants, and
+ * the compiler finds no registers for any of them). */
+template <int N, int NMAX, int G, bool SECOND>
+__device__ __forceinline__ void wide_pick(const struct moe_wide &a, uint2 tile,
+					  uint32_t rb, struct wide_ring &r)
+{
+	if constexpr (N == NMAX) {
+		wide_whole<N, NMAX, G, SECOND>(a, tile, rb, r);
+	} else {
+		if (tile.x >> 16 <= N)
+			wide_whole<N, NMAX, G, SECOND>(a, tile, rb, r);
+		else
+			wide_pick<N + 32, NMAX, G, SECOND>(a, tile, rb, r);
+	}
+}
+
+/* The consumers' way through the units. */
+template <int N, int G, bool SECOND>
+__device__ __forceinline__ void wide_use(const struct moe_wide &a, uint32_t rblocks,
+					 struct wide_ring r)
+{
+	const uint32_t units = __ldcg(a.nr_tiles) * rblocks;
+	uint2 next = blockIdx.x < units ? __ldcg(&a.tiles[blockIdx.x / rblocks])
+					: make_uint2(0, 0);
+
+	for (uint32_t u = blockIdx.x; u < units; u += gridDim.x) {
+		const uint2 tile = next;
+
+		if (u + gridDim.x < units)
+			next = __ldcg(&a.tiles[(u + gridDim.x) / rblocks]);
+		wide_pick<(N == 128 ? 64 : 32), N, G, SECOND>(a, tile, u % rblocks, r);
+	}
+}
+
+template <int N, int G, bool SECOND>
+__global__ void __launch_bounds__(WIDE_THREADS, 1)
+	wide_kernel(const __grid_constant__ struct moe_wide a)
+{
+	using S = wide_size<N, G>;
+	MOE_DYNAMIC(dynamic);
+	MOE_SHARED(struct wide_bars, bars);
+	const struct wide_mat &m = SECOND ? a.w2 : a.w13;
+	const uint32_t rblocks = (m.mtiles + WIDE_WARPS - 1) / WIDE_WARPS;
+	struct wide_ring r = {};
+
+	r.tokens = (ptx_smem(dynamic) + 1023u) & ~1023u;
+	r.bricks = r.tokens + S::STAGES * S::TOKENS;
+	r.full = ptx_smem(bars.full);
+	r.empty = ptx_smem(bars.empty);
+	if (threadIdx.x == 0) {
+		for (uint32_t i = 0; i < S::STAGES; i++) {
+			ptx_mbar_init(r.full + 8 * i, 1);
+			ptx_mbar_init(r.empty + 8 * i, WIDE_WARPS);
+		}
+		ptx_fence_async();
+	}
+	__syncthreads();
+	ptx_grid_launch();
+	ptx_grid_wait();
+	if (threadIdx.x >= WIDE_USERS) {
+		SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WIDE_REGS_FEED));
+		const uint32_t units = __ldcg(a.nr_tiles) * rblocks;
+
+		if (threadIdx.x >= WIDE_USERS + 32)
+			return;
+		uint2 next = blockIdx.x < units ? __ldcg(&a.tiles[blockIdx.x / rblocks])
+						: make_uint2(0, 0);
+
+		for (uint32_t u = blockIdx.x; u < units; u += gridDim.x) {
+			const uint2 tile = next;
+
+			if (u + gridDim.x < units)
+				next = __ldcg(&a.tiles[(u + gridDim.x) / rblocks]);
+			wide_feed<N, G>(a, m, SECOND ? a.h_panels : a.x_panels, tile,
+					u % rblocks, r);
+		}
+	} else {
+		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WIDE_REGS_USE));
+		wide_use<N, G, SECOND>(a, rblocks, r);
+	}
+}
+
+template <int N, int G>
+static int wide_launch(const struct moe_wide *a, int second, void *stream)
+{
+	return moe_start(second ? wide_kernel<N, G, true> : wide_kernel<N, G, false>,
+			 dim3(moe_sms()), WIDE_THREADS, wide_size<N, G>::DYNAMIC, a,
+			 stream);
+}
+
+template <int G> static int wide_gemm(const struct moe_wide *a, int second, void *stream)
+{
+	return a->tile_tokens == 64 ? wide_launch<64, G>(a, second, stream)
+				    : wide_launch<128, G>(a, second, stream);
+}
+
+#endif /* KVK_MOE_INT4_WIDE_CUH */

@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_int4_wide.h - between moe_int4.cu, which prepares a launch, and moe_int4_wide.cuh.
+ */
+#ifndef KVK_MOE_INT4_WIDE_H
+#define KVK_MOE_INT4_WIDE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <vector_types.h>
+
+/* struct wide_mat - a packed matrix of all experts (moe_pack.h) */
+struct wide_mat {
+	const uint8_t *base;
+	uint64_t expert_bytes;
+	uint32_t mtiles;
+	uint32_t kbricks;
+	uint32_t wl;
+};
+
+/* struct moe_wide - argument block; all pointers are device memory */
+struct moe_wide {
+	struct wide_mat w13;
+	struct wide_mat w2;
+	const uint16_t *x;	  /* [nr_tokens][hidden] bf16 */
+	uint16_t *y;		  /* [nr_tokens][hidden] bf16 */
+	const uint32_t *ids;	  /* [nr_slots] */
+	const float *weights;	  /* [nr_slots] */
+	const uint32_t *nr_tiles; /* the plan (moe_plan.cuh), tiles of tile_tokens */
+	const uint2 *tiles;
+	const uint32_t *list;
+	uint8_t *x_panels; /* [hidden / 64][nr_slots][128 bytes], in the plan's order */
+	float *x_back;	   /* [nr_slots] what a row of x_panels was divided by, / 64 */
+	float *h;	   /* [nr_slots][inter], in the plan's order */
+	uint8_t *h_panels; /* as x_panels */
+	float *h_back;
+	float *out; /* [slot][hidden] */
+	uint32_t hidden;
+	uint32_t inter;
+	uint32_t nr_tokens;
+	uint32_t top_k;
+	uint32_t nr_experts;
+	uint32_t nr_slots;
+	uint32_t tiles_max;
+	uint32_t tile_tokens; /* 64 or 128 */
+	uint32_t group;
+	uint32_t scale_f16;
+	uint32_t accumulate;
+};
+
+/* What follows the plan. 0 or -EIO. */
+int moe_wide_launch(const struct moe_wide *a, void *stream);
+
+/* The last step alone: y from out. */
+int moe_wide_sum(const struct moe_wide *a, void *stream);
+
+/* One product, one per group size, each in its own file: they take long to compile. */
+int moe_wide_gemm_g32(const struct moe_wide *a, int second, void *stream);
+int moe_wide_gemm_g64(const struct moe_wide *a, int second, void *stream);
+int moe_wide_gemm_g128(const struct moe_wide *a, int second, void *stream);
+
+#endif /* KVK_MOE_INT4_WIDE_H */

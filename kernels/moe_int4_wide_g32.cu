@@ -1,0 +1,8 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* moe_int4_wide_g32.cu - the wide INT4 products for scale groups of 32. */
+#include "moe_int4_wide.cuh"
+
+int moe_wide_gemm_g32(const struct moe_wide *a, int second, void *stream)
+{
+	return wide_gemm<32>(a, second, stream);
+}
