@@ -22,8 +22,8 @@
 #define FEW_THREADS (FEW_WARPS * 32u)
 #define FEW_CHAINS  8u /* of linear.cu: its warps */
 #define FEW_DEEP    3u
+#define FEW_DEEPEST 6u	  /* a tile a warp: nearly all of it is asked for at once */
 #define FEW_SLOT    4096u /* bytes: 16 rows x 128 columns */
-#define FEW_RING    (FEW_WARPS * FEW_DEEP * FEW_SLOT)
 #define FEW_TOKENS  16u
 
 struct few_params {
@@ -172,8 +172,9 @@ KVK_DEV void few_reduce(const struct few_params &p, const float (&acc)[NT][4], u
 }
 
 /* grid: any; a CTA has a run of row tiles, RT per warp and round */
-template <int NT, int RT>
-__global__ void __launch_bounds__(FEW_THREADS, RT == 1 || NT == 1 ? 2 : 1)
+template <int NT, int RT, u32 DEEP>
+__global__ void __launch_bounds__(FEW_THREADS,
+				  DEEP == FEW_DEEP && (RT == 1 || NT == 1) ? 2 : 1)
 	linear_few_kernel(const __grid_constant__ struct few_params p)
 {
 	DEV_DYNAMIC_SHARED(smem);
@@ -181,15 +182,16 @@ __global__ void __launch_bounds__(FEW_THREADS, RT == 1 || NT == 1 ? 2 : 1)
 	const u32 first = (u32)((u64)blockIdx.x * p.nr_tiles / gridDim.x);
 	const u32 end = (u32)((u64)(blockIdx.x + 1) * p.nr_tiles / gridDim.x);
 	const u32 sub = warp / p.chains * RT, step = FEW_WARPS / p.chains * RT;
-	u8 *ring = smem + warp * FEW_DEEP * FEW_SLOT;
-	float(*red)[4 * NT][32] = (float(*)[4 * NT][32])(smem + FEW_RING);
+	u8 *ring = smem + warp * DEEP * FEW_SLOT;
+	float(*red)[4 * NT][32] =
+		(float(*)[4 * NT][32])(smem + FEW_WARPS * DEEP * FEW_SLOT);
 	const bool idle = chain >= p.nr_blocks;
 	struct few_at at = {idle ? end : first + sub, chain, 0};
 	uint4 b[NT][4], next[NT][4];
 	u32 slot = 0, side = 0;
 
 	ptx_grid_launch();
-	for (u32 i = 0; i < FEW_DEEP; i++)
+	for (u32 i = 0; i < DEEP; i++)
 		few_load<RT>(p, at, end, ring + i * FEW_SLOT);
 	ptx_grid_wait();
 	few_x<NT>(p, first + sub, chain, next);
@@ -208,13 +210,13 @@ __global__ void __launch_bounds__(FEW_THREADS, RT == 1 || NT == 1 ? 2 : 1)
 			for (u32 i = 0; i < RT; i++) {
 				u8 *s = ring + slot * FEW_SLOT;
 
-				tile_wait_all_but<FEW_DEEP - 1>();
+				tile_wait_all_but<DEEP - 1>();
 				__syncwarp();
 				if (base + sub + i < end)
 					few_mma<NT>(s, b, acc[i]);
 				__syncwarp();
 				few_load<RT>(p, at, end, s);
-				slot = slot + 1 == FEW_DEEP ? 0 : slot + 1;
+				slot = slot + 1 == DEEP ? 0 : slot + 1;
 			}
 		}
 #pragma unroll
@@ -229,14 +231,15 @@ bool kvk_linear_few_ok(const struct kvk_linear_args *a)
 	       a->nr_tokens <= FEW_TOKENS;
 }
 
-template <int NT, int RT>
+template <int NT, int RT, u32 DEEP>
 static int few_launch(const struct few_params *p, u32 grid, kvk_stream stream)
 {
-	const int bytes = FEW_RING + 2 * FEW_WARPS * 4 * NT * 32 * 4;
+	const int bytes =
+		(int)(FEW_WARPS * DEEP * FEW_SLOT) + 2 * FEW_WARPS * 4 * NT * 32 * 4;
 	cudaLaunchAttribute attr[1] = {};
 	cudaLaunchConfig_t cfg = {};
 
-	if (cudaFuncSetAttribute((const void *)linear_few_kernel<NT, RT>,
+	if (cudaFuncSetAttribute((const void *)linear_few_kernel<NT, RT, DEEP>,
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 bytes) != cudaSuccess) {
 		(void)cudaGetLastError();
@@ -250,7 +253,7 @@ static int few_launch(const struct few_params *p, u32 grid, kvk_stream stream)
 	cfg.stream = (cudaStream_t)stream;
 	cfg.attrs = attr;
 	cfg.numAttrs = 1;
-	return cudaLaunchKernelEx(&cfg, linear_few_kernel<NT, RT>, *p) ? -EIO : 0;
+	return cudaLaunchKernelEx(&cfg, linear_few_kernel<NT, RT, DEEP>, *p) ? -EIO : 0;
 }
 
 template <int NT>
@@ -260,12 +263,15 @@ static int few_launch_rt(const struct few_params *p, u32 sms, kvk_stream stream)
 	const u32 grid = (p->nr_tiles + per_round - 1) / per_round;
 	const u32 each = (p->nr_tiles + sms * per_round - 1) / (sms * per_round);
 
+	/* a column of blocks much longer than the ring, and SMs to spare */
+	if (each == 1 && grid <= sms && p->nr_blocks > FEW_DEEP * FEW_CHAINS)
+		return few_launch<NT, 1, FEW_DEEPEST>(p, grid, stream);
 	/* x is another one for each matrix of a batch */
 	if (each == 1 || p->a.nr_batch > 1)
-		return few_launch<NT, 1>(p, min(grid, sms), stream);
+		return few_launch<NT, 1, FEW_DEEP>(p, min(grid, sms), stream);
 	if (each == 2)
-		return few_launch<NT, 2>(p, min(grid, sms), stream);
-	return few_launch<NT, 4>(p, min(grid, sms), stream);
+		return few_launch<NT, 2, FEW_DEEP>(p, min(grid, sms), stream);
+	return few_launch<NT, 4, FEW_DEEP>(p, min(grid, sms), stream);
 }
 
 int kvk_linear_few_cuda(const struct kvk_linear_args *a, kvk_stream stream)

@@ -12,21 +12,22 @@
  *	alone - a tile of rows for every SM: a CTA takes the chains in turn, and nothing has to
  *		be fetched from anybody.
  *
- * Either way the bits are those of one token. A ring of three blocks (W 8 or 16 KB, x up to
- * 16 KB) is filled by cp.async; its first blocks of W are requested before the kernel in front
- * has ended. Four warps, two by rows and two by tokens: each byte of a block is read twice from
- * shared memory.
+ * Either way the bits are those of one token. A ring of three blocks (W 16 KB, x 8 or 16 KB)
+ * is filled by cp.async; its first blocks of W are requested before the kernel in front has ended.
+ * Eight warps, four by rows and two by tokens: with four a block took 2,400 clocks, most of
+ * them one warp's way through its own loads.
  */
 #include "kernels/linear_mid.h"
 #include "kernels/moe_ptx.cuh"
 #include "kernels/tile_ptx.cuh"
 
-#define MID_THREADS 128u
+#define MID_THREADS 256u
+#define MID_ROWS    64u
+#define MID_W_BYTES (MID_ROWS * 256u)
 #define MID_CHAINS  8u /* of linear.cu: its warps */
 #define MID_DEEP    3u
 #define MID_TOKENS  64u
-#define MID_ALONE   96u	 /* tiles of 64 rows from which a CTA takes one alone */
-#define MID_SMS	    132u /* of an H200 */
+#define MID_ALONE   96u /* tiles of 64 rows from which a CTA takes one alone */
 
 struct mid_params {
 	struct kvk_linear_args a;
@@ -72,34 +73,28 @@ KVK_DEV void mid_load(u8 *dst, const u16 *src, u64 stride, u32 row0, u32 rows, u
 	}
 }
 
-/* acc += 16 MT rows x 128 columns of W times 8 NT tokens: a warp's share of a block */
-template <u32 NT, u32 MT>
-KVK_DEV void mid_mma(const u8 *w, const u8 *x, float (&acc)[MT][NT][4])
+/* acc += 16 rows x 128 columns of W times 8 NT tokens: a warp's share of a block */
+template <u32 NT> KVK_DEV void mid_mma(const u8 *w, const u8 *x, float (&acc)[NT][4])
 {
 	const u32 g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 
 #pragma unroll
 	for (u32 j = 0; j < 4; j++) {
+		const uint4 lo = *(const uint4 *)(w + mid_piece(g, j * 4 + t));
+		const uint4 hi = *(const uint4 *)(w + mid_piece(g + 8, j * 4 + t));
+		const u32 a0[4] = {lo.x, hi.x, lo.y, hi.y};
+		const u32 a1[4] = {lo.z, hi.z, lo.w, hi.w};
 		uint4 b[NT];
 
 #pragma unroll
 		for (u32 nt = 0; nt < NT; nt++)
 			b[nt] = *(const uint4 *)(x + mid_piece(nt * 8 + g, j * 4 + t));
 #pragma unroll
-		for (u32 mt = 0; mt < MT; mt++) {
-			const u32 row = mt * 16 + g;
-			const uint4 lo = *(const uint4 *)(w + mid_piece(row, j * 4 + t));
-			const uint4 hi =
-				*(const uint4 *)(w + mid_piece(row + 8, j * 4 + t));
-			const u32 a0[4] = {lo.x, hi.x, lo.y, hi.y};
-			const u32 a1[4] = {lo.z, hi.z, lo.w, hi.w};
-
+		for (u32 nt = 0; nt < NT; nt++)
+			tile_mma16<true>(acc[nt], a0, b[nt].x, b[nt].y);
 #pragma unroll
-			for (u32 nt = 0; nt < NT; nt++) {
-				tile_mma16<true>(acc[mt][nt], a0, b[nt].x, b[nt].y);
-				tile_mma16<true>(acc[mt][nt], a1, b[nt].z, b[nt].w);
-			}
-		}
+		for (u32 nt = 0; nt < NT; nt++)
+			tile_mma16<true>(acc[nt], a1, b[nt].z, b[nt].w);
 	}
 }
 
@@ -153,18 +148,18 @@ KVK_DEV void mid_put4(const struct mid_params &p, u32 tok, u32 row, float4 v)
 }
 
 /* The chains' shares in turn, then y; groups of four are shared out to the cluster's CTAs. */
-template <u32 NT, u32 MT>
-KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[MT][NT][4],
-			u32 chain, u32 tok, u32 row, float4 *red)
+template <u32 NT>
+KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[NT][4], u32 chain,
+			u32 tok, u32 row, float4 *red)
 {
 #pragma unroll
-	for (u32 i = 0; i < MT * NT; i++) {
-		const float(&v)[4] = acc[i / NT][i % NT];
+	for (u32 i = 0; i < NT; i++) {
+		const float(&v)[4] = acc[i];
 
 		red[i * MID_THREADS + threadIdx.x] = make_float4(v[0], v[1], v[2], v[3]);
 	}
 	cluster_barrier();
-	for (u32 i = chain; i < MT * NT; i += p.ctas) {
+	for (u32 i = chain; i < NT; i += p.ctas) {
 		float4 part[MID_CHAINS], sum = make_float4(0, 0, 0, 0);
 
 #pragma unroll
@@ -181,39 +176,37 @@ KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[MT][NT][4
 			sum.z += part[c].z;
 			sum.w += part[c].w;
 		}
-		mid_put4(p, tok + i % NT * 8, row + i / NT * 16, sum);
+		mid_put4(p, tok + i * 8, row, sum);
 	}
 	cluster_barrier(); /* nobody leaves while its memory is read */
 }
 
 /* total += acc, in the order of the chains */
-template <u32 NT, u32 MT>
-KVK_DEV void mid_chain_end(float (&total)[MT][NT][4], float (&acc)[MT][NT][4])
+template <u32 NT> KVK_DEV void mid_chain_end(float (&total)[NT][4], float (&acc)[NT][4])
 {
 #pragma unroll
-	for (u32 i = 0; i < MT * NT * 4; i++) {
-		total[i / 4 / NT][i / 4 % NT][i % 4] +=
-			acc[i / 4 / NT][i / 4 % NT][i % 4];
-		acc[i / 4 / NT][i / 4 % NT][i % 4] = 0.0f;
+	for (u32 i = 0; i < NT * 4; i++) {
+		total[i / 4][i % 4] += acc[i / 4][i % 4];
+		acc[i / 4][i % 4] = 0.0f;
 	}
 }
 
-/* grid: (CTAs of a cluster x tiles of 32 MT rows, matrices); a warp has 16 MT rows, 8 NT tokens */
-template <u32 NT, u32 MT>
+/* grid: (CTAs of a cluster x tiles of 64 rows, matrices); a warp has 16 rows, 8 NT tokens */
+template <u32 NT>
 __global__ void __launch_bounds__(MID_THREADS, 2)
 	linear_mid_kernel(const __grid_constant__ struct mid_params p)
 {
 	DEV_DYNAMIC_SHARED(smem);
-	const u32 w_bytes = MT * 32 * 256, slot = w_bytes + NT * 16 * 256;
-	const u32 w_warp = threadIdx.x / 32 % 2 * MT * 16 * 256;
-	const u32 x_warp = w_bytes + threadIdx.x / 64 * NT * 8 * 256;
+	const u32 slot = MID_W_BYTES + NT * 16 * 256;
+	const u32 w_warp = threadIdx.x / 32 % 4 * 16 * 256;
+	const u32 x_warp = MID_W_BYTES + threadIdx.x / 128 * NT * 8 * 256;
 	const struct kvk_weight &w = p.a.w;
-	const u32 chain = blockIdx.x % p.ctas, row0 = blockIdx.x / p.ctas * MT * 32;
+	const u32 chain = blockIdx.x % p.ctas, row0 = blockIdx.x / p.ctas * MID_ROWS;
 	const u16 *w_src = (const u16 *)w.data + (u64)blockIdx.y * w.rows * w.cols;
 	const u16 *x_src = (const u16 *)p.a.x + blockIdx.y * p.x_batch;
-	const u32 tok = threadIdx.x / 64 * NT * 8 + threadIdx.x % 4 * 2;
-	const u32 row = row0 + threadIdx.x / 32 % 2 * MT * 16 + threadIdx.x % 32 / 4;
-	float acc[MT][NT][4] = {}, total[MT][NT][4] = {};
+	const u32 tok = threadIdx.x / 128 * NT * 8 + threadIdx.x % 4 * 2;
+	const u32 row = row0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+	float acc[NT][4] = {}, total[NT][4] = {};
 	u32 at = 0, load = chain;
 
 	ptx_grid_launch();
@@ -221,8 +214,7 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 	for (u32 i = 0; i < MID_DEEP - 1; i++) {
 		if (load >= p.nr_blocks)
 			continue;
-		mid_load<MT * 4>(smem + i * slot, w_src, w.cols, row0, w.rows, load,
-				 w.cols);
+		mid_load<4>(smem + i * slot, w_src, w.cols, row0, w.rows, load, w.cols);
 		load = mid_next(p, load);
 	}
 	ptx_grid_wait();
@@ -230,8 +222,8 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 #pragma unroll
 	for (u32 i = 0; i < MID_DEEP - 1; i++) {
 		if (load < p.nr_blocks) {
-			mid_load<NT * 2>(smem + i * slot + w_bytes, x_src, p.x_stride, 0,
-					 p.a.nr_tokens, load, w.cols);
+			mid_load<NT>(smem + i * slot + MID_W_BYTES, x_src, p.x_stride, 0,
+				     p.a.nr_tokens, load, w.cols);
 			load = mid_next(p, load);
 		}
 		tile_commit();
@@ -242,30 +234,28 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 		tile_wait_all_but<MID_DEEP - 2>();
 		__syncthreads(); /* the block is here, and the one before is used up */
 		if (load < p.nr_blocks) {
-			mid_load<MT * 4>(to, w_src, w.cols, row0, w.rows, load, w.cols);
-			mid_load<NT * 2>(to + w_bytes, x_src, p.x_stride, 0,
-					 p.a.nr_tokens, load, w.cols);
+			mid_load<4>(to, w_src, w.cols, row0, w.rows, load, w.cols);
+			mid_load<NT>(to + MID_W_BYTES, x_src, p.x_stride, 0,
+				     p.a.nr_tokens, load, w.cols);
 			load = mid_next(p, load);
 		}
 		tile_commit();
-		mid_mma<NT, MT>(smem + at * slot + w_warp, smem + at * slot + x_warp,
-				acc);
+		mid_mma<NT>(smem + at * slot + w_warp, smem + at * slot + x_warp, acc);
 		at = at + 1 == MID_DEEP ? 0 : at + 1;
 		if (kb + MID_CHAINS >= p.nr_blocks)
-			mid_chain_end<NT, MT>(total, acc);
+			mid_chain_end<NT>(total, acc);
 	}
 	tile_wait_all_but<0>();
 	if (p.ctas > 1) {
 		__syncthreads();
-		mid_reduce<NT, MT>(p, total, chain, tok, row, (float4 *)smem);
+		mid_reduce<NT>(p, total, chain, tok, row, (float4 *)smem);
 		return;
 	}
 #pragma unroll
-	for (u32 i = 0; i < MT * NT; i++) {
-		const float(&v)[4] = total[i / NT][i % NT];
+	for (u32 i = 0; i < NT; i++) {
+		const float(&v)[4] = total[i];
 
-		mid_put4(p, tok + i % NT * 8, row + i / NT * 16,
-			 make_float4(v[0], v[1], v[2], v[3]));
+		mid_put4(p, tok + i * 8, row, make_float4(v[0], v[1], v[2], v[3]));
 	}
 }
 
@@ -280,15 +270,14 @@ bool kvk_linear_mid_ok(const struct kvk_linear_args *a)
 	       a->nr_batch <= 65535;
 }
 
-template <u32 NT, u32 MT>
-static int mid_launch(const struct mid_params *p, kvk_stream stream)
+template <u32 NT> static int mid_launch(const struct mid_params *p, kvk_stream stream)
 {
-	const u32 rows = MT * 32, tiles = (p->a.w.rows + rows - 1) / rows;
-	const int bytes = (int)(MID_DEEP * (rows + NT * 16) * 256);
+	const u32 tiles = (p->a.w.rows + MID_ROWS - 1) / MID_ROWS;
+	const int bytes = (int)(MID_DEEP * (MID_ROWS + NT * 16) * 256);
 	cudaLaunchAttribute attr[2] = {};
 	cudaLaunchConfig_t cfg = {};
 
-	if (cudaFuncSetAttribute((const void *)linear_mid_kernel<NT, MT>,
+	if (cudaFuncSetAttribute((const void *)linear_mid_kernel<NT>,
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 bytes) != cudaSuccess) {
 		(void)cudaGetLastError();
@@ -305,15 +294,13 @@ static int mid_launch(const struct mid_params *p, kvk_stream stream)
 	cfg.stream = (cudaStream_t)stream;
 	cfg.attrs = attr;
 	cfg.numAttrs = p->ctas > 1 ? 2 : 1;
-	return cudaLaunchKernelEx(&cfg, linear_mid_kernel<NT, MT>, *p) ? -EIO : 0;
+	return cudaLaunchKernelEx(&cfg, linear_mid_kernel<NT>, *p) ? -EIO : 0;
 }
 
 int kvk_linear_mid_cuda(const struct kvk_linear_args *a, kvk_stream stream)
 {
-	const u64 wide = (u64)((a->w.rows + 63) / 64) * a->nr_batch;
-	const u64 narrow = (u64)((a->w.rows + 31) / 32) * a->nr_batch;
+	const u64 tiles = (u64)((a->w.rows + MID_ROWS - 1) / MID_ROWS) * a->nr_batch;
 	struct mid_params p = {};
-	bool half; /* tiles of 32 rows: all SMs get work, at more bytes of x a row */
 
 	p.a = *a;
 	p.x_batch = kvk_linear_x_batch(a);
@@ -322,10 +309,7 @@ int kvk_linear_mid_cuda(const struct kvk_linear_args *a, kvk_stream stream)
 	p.y_stride = kvk_linear_y_stride(a);
 	p.nr_blocks = (a->w.cols + 127) / 128;
 	p.ctas = 1;
-	while (wide < MID_ALONE && p.ctas < KV_MIN(p.nr_blocks, MID_CHAINS))
+	while (tiles < MID_ALONE && p.ctas < KV_MIN(p.nr_blocks, MID_CHAINS))
 		p.ctas *= 2;
-	half = narrow * p.ctas <= MID_SMS;
-	if (a->nr_tokens <= 32)
-		return half ? mid_launch<2, 1>(&p, stream) : mid_launch<2, 2>(&p, stream);
-	return half ? mid_launch<4, 1>(&p, stream) : mid_launch<4, 2>(&p, stream);
+	return a->nr_tokens <= 32 ? mid_launch<2>(&p, stream) : mid_launch<4>(&p, stream);
 }

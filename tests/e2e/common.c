@@ -289,9 +289,9 @@ void rig_page_put(struct eng_engine *e, u32 pfn, u64 off, const void *src, u64 b
 	KVT_EXPECT(at);
 	if (!cu)
 		memcpy(at + off, src, bytes);
-	else
-		KVT_EXPECT_EQ(cu->copy_in((kv_cu_ptr)(uintptr_t)(at + off), src, bytes),
-			      0);
+	else /* a copy from ordinary memory may return before its bytes are there */
+		KVT_EXPECT(!cu->copy_in((kv_cu_ptr)(uintptr_t)(at + off), src, bytes) &&
+			   !cu->ctx_sync());
 }
 
 static void turn(struct eng_engine *e)

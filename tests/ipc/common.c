@@ -436,8 +436,9 @@ void ipc_page_put(struct kvc_pool *pool, u32 pfn, u64 off, const void *src, u64 
 
 	if (!cu)
 		memcpy(at, src, bytes);
-	else
-		KVT_EXPECT_EQ(cu->copy_in((kv_cu_ptr)(uintptr_t)at, src, bytes), 0);
+	else /* a copy from ordinary memory may return before its bytes are there */
+		KVT_EXPECT(!cu->copy_in((kv_cu_ptr)(uintptr_t)at, src, bytes) &&
+			   !cu->ctx_sync());
 }
 
 void ipc_page_get(struct kvc_pool *pool, u32 pfn, u64 off, void *dst, u64 bytes)

@@ -374,9 +374,11 @@ static int keep(struct series *all, const struct watch *w, enum kill_child child
 			w->end_ns[i] > from ? (double)(w->end_ns[i] - from) * 1e-6 : 0;
 	}
 	all->violations += w->end_ns[END_RELEASE] < last;
+	/* queued copies run out while the child lives; a kernel does not */
 	if (child_holds(w->scene, child))
 		all->unheld +=
-			w->early || (w->scene->opt->backend == KVB_CUDA && !w->held);
+			w->early || (w->scene->opt->backend == KVB_CUDA &&
+				     w->scene->opt->work == KILL_KERNEL && !w->held);
 	return 0;
 }
 
