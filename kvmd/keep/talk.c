@@ -150,7 +150,7 @@ int kvd_keep_hear_many(int conn, struct kvd_keep_many *many, int *fds, u32 *ret_
 		*ret_nr = nr;
 		return 0;
 	}
-	while (nr)
+	while (nr && !KV_MUTANT(keeper_fd_leak))
 		close(fds[--nr]);
 	/* whole, but for descriptors that found no number here */
 	if ((mh.msg_flags & MSG_CTRUNC) && (size_t)n >= sizeof(many->m) &&
