@@ -26,7 +26,7 @@ static void see(void *arg, const struct kvd_keep_key *key, int fd)
 
 	if (strange && key->session >= 1000)
 		++*strange;
-	if (key->kind != want_kind || real.fd >= 0) {
+	if (key->kind != want_kind || key->session >= 1000 || real.fd >= 0) {
 		close(fd);
 		return;
 	}
