@@ -134,10 +134,12 @@ void sim_op_pop(const u16 *a)
 	struct sim_client *c = sim_op_client(a[0]);
 	struct sim_letter l = {.nr = 1};
 	struct kv_mag_slot *slot;
+	/* in the middle of a call: what that will grant wants its room */
+	u32 coming = sim.peek.under ? SIM_GRANTS : 0;
 	int dirty;
 
 	if (!c->conn || c->nr_inbox == SIM_INBOX ||
-	    c->nr + waiting_grants(c) + 1 > SIM_HELD || sim_client_hostile(c))
+	    c->nr + waiting_grants(c) + coming + 1 > SIM_HELD || sim_client_hostile(c))
 		return;
 	slot = &c->conn->page->magazines[a[1] % 2].slots[a[2] % 8];
 	if (!kv_mag_pop(slot, &l.grants[0].pfn, &l.grants[0].tag, &dirty))
