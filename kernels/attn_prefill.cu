@@ -40,7 +40,8 @@
  * whose tile it is in (not in attn_ref).
  *
  * P is rounded to bf16 as V is: 1.7e-3 of the output, as much as its own rounding to
- * bf16.
+ * bf16. FP8: products in f16, and a token's V scale is in its exponent (pf_scale()): what
+ * is left is the output's own rounding.
  *
  * Schedule: one CTA per SM; every CTA makes the same list of items (128 rows of a
  * request and kv head), requests by length, rows from the last, and walks it to and
@@ -52,6 +53,7 @@
 #include "kernels/attn_prefill.cuh"
 #include "kernels/attn_prefill_feed.cuh"
 #include "kernels/attn_prefill_fp8.cuh"
+#include "kernels/attn_prefill_host.cuh"
 #include "kernels/attn_prefill_math.cuh"
 #include "kernels/attn_expanded.h"
 #include "kernels/attn_plan.cuh"
@@ -69,13 +71,15 @@ template <class C> KVK_DEV void pf_init(const struct pf_params &p, struct pf_sme
 			mbar_init(&sm->q_full[i], C::FP8 ? 2 : 1);
 			mbar_init(&sm->q_empty[i], 4);
 		}
+		for (int i = 0; C::FP8 && i < 4 * PF_RAW; i++)
+			mbar_init(&sm->raw_full[0][0] + i, 1);
 		mbar_init_fence();
 		if (!C::FP8)
 			tma_prefetch_map(&p.k);
 		if (!C::PAGED)
 			tma_prefetch_map(&p.rope);
 	}
-	pf_plan<C>(p, sm);
+	pf_plan<C>(p, &sm->sched);
 }
 
 template <class C>
@@ -88,7 +92,7 @@ __global__ void __launch_bounds__(PF_THREADS, 1)
 
 	pf_init<C>(p, sm);
 	if (wg == 0) {
-		regs_dec<C::FP8 ? 88 : 56>();
+		regs_dec<C::REGS_FEED>();
 		if constexpr (C::FP8)
 			pf_feed_fp8<C>(p, threadIdx.x / 32, sm);
 		else if (threadIdx.x < 32)
@@ -96,7 +100,7 @@ __global__ void __launch_bounds__(PF_THREADS, 1)
 		else if (threadIdx.x < 96)
 			pf_feed_q<C>(p, threadIdx.x / 32 - 1, sm);
 	} else {
-		regs_inc<C::FP8 ? 208 : 224>();
+		regs_inc<C::REGS_USE>();
 		pf_consume<C>(p, wg - 1, sm);
 	}
 }
@@ -104,114 +108,23 @@ __global__ void __launch_bounds__(PF_THREADS, 1)
 /* ----------------------------------------------------------------------------- launcher
  */
 
-typedef CUresult (*pf_encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-				 const cuuint64_t *, const cuuint64_t *,
-				 const cuuint32_t *, const cuuint32_t *,
-				 CUtensorMapInterleave, CUtensorMapSwizzle,
-				 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-static pf_encode_fn pf_encode_find(void)
-{
-	cudaDriverEntryPointQueryResult found;
-	void *fn = NULL;
-
-	if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
-					     cudaEnableDefault, &found) != cudaSuccess ||
-	    found != cudaDriverEntryPointSuccess) {
-		(void)cudaGetLastError();
-		return NULL;
-	}
-	return (pf_encode_fn)fn;
-}
-
-/* Boxes of 64 rows of 64 values; @dim: columns, rows, then two outer ones. */
-static int pf_map(CUtensorMap *map, const void *base, const uint64_t dim[4],
-		  const uint64_t stride[3])
-{
-	static const pf_encode_fn encode = pf_encode_find();
-	const cuuint32_t box[4] = {64, KV_PAGE_TOKENS, 1, 1}, one[4] = {1, 1, 1, 1};
-	cuuint64_t d[4], s[3];
-
-	for (int i = 0; i < 4; i++)
-		d[i] = dim[i];
-	for (int i = 0; i < 3; i++)
-		s[i] = stride[i];
-	if (!encode ||
-	    encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void *)base, d, s, box, one,
-		   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-		   CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-		   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
-		return -EIO;
-	return 0;
-}
-
-/* One CTA per SM; 0: the kernel cannot run here. */
-template <class C> static int pf_nr_ctas(void)
-{
-	int dev, sms = 0;
-
-	if (cudaFuncSetAttribute(attn_prefill_kernel<C>,
-				 cudaFuncAttributeMaxDynamicSharedMemorySize,
-				 (int)sizeof(struct pf_smem<C>)) != cudaSuccess ||
-	    cudaGetDevice(&dev) != cudaSuccess ||
-	    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, dev) !=
-		    cudaSuccess)
-		return 0;
-	return sms;
-}
-
-/* Queue it, PF_BATCH_MAX requests a launch. */
 template <class C>
-static int pf_launch(const struct kvk_batch *b, struct pf_params *p, cudaStream_t stream)
+static int pf_run(const struct kvk_batch *b, struct pf_params *p, cudaStream_t stream)
 {
-	const size_t smem = sizeof(struct pf_smem<C>);
-	const int nr_ctas = pf_nr_ctas<C>();
+	static_assert(sizeof(struct pf_smem<C>) <= 232448, "shared memory of an SM");
 
-	if (nr_ctas <= 0)
-		return -EIO;
-	for (uint32_t r = 0; r < b->nr_requests; r += PF_BATCH_MAX) {
-		p->nr_requests = min(b->nr_requests - r, PF_BATCH_MAX);
-		attn_prefill_kernel<C>
-			<<<(unsigned)nr_ctas, PF_THREADS, smem, stream>>>(*p);
-		if (cudaGetLastError() != cudaSuccess)
-			return -EIO;
-		p->row_start += PF_BATCH_MAX;
-		p->lengths += PF_BATCH_MAX;
-		p->q_start += PF_BATCH_MAX;
-		p->verdicts += PF_BATCH_MAX;
-		if (p->kv_start)
-			p->kv_start += PF_BATCH_MAX;
-	}
-	return 0;
-}
-
-static void pf_batch(struct pf_params *p, const struct kvk_batch *b)
-{
-	p->rows = b->rows;
-	p->row_start = b->row_start;
-	p->lengths = b->lengths;
-	p->q_start = b->q_start;
-	p->verdicts = b->verdicts;
-	p->step = b->step;
+	return pf_launch(attn_prefill_kernel<C>, sizeof(struct pf_smem<C>), C::BATCH, b,
+			 p, stream);
 }
 
 /* Does the fast kernel build it? */
 static bool pf_fits(const struct kvk_attn_args *a)
 {
 	const struct kv_layout *l = &a->pages.layout;
-	const struct kv_geometry *g = &a->pages.geometry;
 
 	return l->kind == KV_LAYOUT_GQA && l->dtype != KV_DTYPE_F32 &&
-	       l->page_tokens == KV_PAGE_TOKENS && a->act_dtype == KVK_BF16 &&
 	       (l->head_dim == 64 || l->head_dim == 128) && l->nr_kv_heads &&
-	       a->nr_q_heads && a->nr_q_heads % l->nr_kv_heads == 0 &&
-	       a->layer < l->nr_layers &&
-	       (l->scale_kind != KV_SCALE_STATIC || a->pages.scales) &&
-	       a->sm_scale > 0.f && g->nr_pages &&
-	       ((uintptr_t)a->pages.base | (uintptr_t)a->q | (uintptr_t)a->out |
-		g->stride_bytes | g->extent_bytes) %
-			       16 ==
-		       0;
+	       a->nr_q_heads % l->nr_kv_heads == 0 && pf_args_fit(a);
 }
 
 static int pf_paged(const struct kvk_attn_args *a, cudaStream_t stream)
@@ -224,31 +137,23 @@ static int pf_paged(const struct kvk_attn_args *a, cudaStream_t stream)
 	const uint64_t stride[3] = {l->head_dim * 2ull, g->stride_bytes, g->extent_bytes};
 	struct pf_params p = {};
 
-	pf_batch(&p, &a->batch);
-	p.base = (const uint8_t *)a->pages.base + (uint64_t)kv_layer_stride(l) * a->layer;
-	p.extent_bytes = g->extent_bytes;
-	p.stride_bytes = g->stride_bytes;
-	p.shift = g->shift;
-	p.q = (const uint16_t *)a->q;
-	p.out = (uint16_t *)a->out;
-	p.scale = a->sm_scale * PF_LOG2E;
-	p.nr_q_heads = a->nr_q_heads;
+	pf_pages(&p, a);
 	p.nr_kv_heads = l->nr_kv_heads;
 	p.group = a->nr_q_heads / l->nr_kv_heads;
 	if (l->scale_kind == KV_SCALE_STATIC)
 		p.static_scales = a->pages.scales + (size_t)a->layer * l->nr_kv_heads * 2;
 	if (l->dtype == KV_DTYPE_E4M3)
 		return l->head_dim == 128
-			       ? pf_launch<pf_cfg<128, 128, true, true>>(&a->batch, &p,
-									 stream)
-			       : pf_launch<pf_cfg<64, 64, true, true>>(&a->batch, &p,
-								       stream);
+			       ? pf_run<pf_cfg<128, 128, true, true>>(&a->batch, &p,
+								      stream)
+			       : pf_run<pf_cfg<64, 64, true, true>>(&a->batch, &p,
+								    stream);
 	if (pf_map(&p.k, p.base, dim, stride))
 		return -EIO;
 	p.rope = p.k;
 	return l->head_dim == 128
-		       ? pf_launch<pf_cfg<128, 128, true, false>>(&a->batch, &p, stream)
-		       : pf_launch<pf_cfg<64, 64, true, false>>(&a->batch, &p, stream);
+		       ? pf_run<pf_cfg<128, 128, true, false>>(&a->batch, &p, stream)
+		       : pf_run<pf_cfg<64, 64, true, false>>(&a->batch, &p, stream);
 }
 
 /**
@@ -267,6 +172,8 @@ int kvk_attn_prefill_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 		return kvk_attn_gqa_cuda(a, stream);
 	if (pf_fits(a))
 		return pf_paged(a, (cudaStream_t)stream);
+	if (pf_mla_fits(a))
+		return pf_mla_launch(a, (cudaStream_t)stream);
 	return kvk_attn_any_cuda(a, stream);
 }
 
@@ -302,6 +209,6 @@ int kvk_attn_expanded_cuda(const struct kvk_attn_expanded_args *a, kvk_stream st
 	if (pf_map(&p.k, a->kv, dim, stride) ||
 	    pf_map(&p.rope, a->rope, rope_dim, rope_stride))
 		return -EIO;
-	return pf_launch<pf_cfg<192, 128, false, false>>(&a->batch, &p,
-							 (cudaStream_t)stream);
+	return pf_run<pf_cfg<192, 128, false, false>>(&a->batch, &p,
+						      (cudaStream_t)stream);
 }

@@ -8,10 +8,10 @@
 
 #include "kernels/attn_prefill.cuh"
 
-/* Byte offset of 16-byte piece @c of row @row in halves of 128 rows, swizzled. */
-KVK_DEV uint32_t pf_swizzle(uint32_t row, uint32_t c)
+/* Byte offset of 16-byte piece @c of row @row, swizzled. */
+template <class C> KVK_DEV uint32_t pf_swizzle(uint32_t row, uint32_t c)
 {
-	return c / 8 * PF_HALF + row * 128 + ((c ^ row) % 8) * 16;
+	return c / 8 * C::HALF + row * 128 + ((c ^ row) % 8) * 16;
 }
 
 /* ------------------------------------------------------------------------------ queries
@@ -35,31 +35,100 @@ KVK_DEV uint32_t pf_q_at(const struct pf_params &p, const struct pf_item &it,
 	       (C::DK / 8);
 }
 
+KVK_DEV void pf_sts(uint32_t dst, uint4 v)
+{
+	asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(dst), "r"(v.x),
+		     "r"(v.y), "r"(v.z), "r"(v.w)
+		     : "memory");
+}
+
+KVK_DEV uint2 pf_e4m3_f16(uint32_t v)
+{
+	uint2 r;
+
+	e4m3x4_f16(v, r.x, r.y);
+	return r;
+}
+
 /*
- * @nr (32 or 64) rows of the item from row @row0 on; rows behind the last one become zero.
- * One warp, which then arrives at @full.
+ * Token @t's scales (K, V) for the consumers. A V scale of 0 becomes one that no sum will
+ * see: its values vanish and its probability still counts.
+ */
+template <int KEYS>
+KVK_DEV void pf_put_scales(float2 s, float scale, uint32_t t, struct pf_scales<KEYS> *sc)
+{
+	const uint32_t row = t / 2 % 4, at = t / 8 * 2 + t % 2;
+	const float v = s.y == 0.f ? 0x1p-54f : s.y;
+
+	sc->k[row][at] = s.x * scale;
+	sc->log_v[row][at] = __log2f(v);
+	sc->inv_v[row][at] = 1.f / v;
+}
+
+/* Eight bf16 to f16. */
+KVK_DEV uint4 pf_f16_piece(uint4 v)
+{
+	const float2 a = unpack_bf16(v.x), b = unpack_bf16(v.y), c = unpack_bf16(v.z),
+		     d = unpack_bf16(v.w);
+
+	return make_uint4(pack_f16(a.x, a.y), pack_f16(b.x, b.y), pack_f16(c.x, c.y),
+			  pack_f16(d.x, d.y));
+}
+
+/* Where piece @i of a warp's query rows comes from; ~0: nowhere. */
+template <class C> KVK_DEV uint32_t pf_q_from(uint32_t i, uint32_t at0, uint32_t at1)
+{
+	const uint32_t row = i / (C::DK / 8);
+	const uint32_t a = __shfl_sync(~0u, at0, row % 32);
+	const uint32_t b = __shfl_sync(~0u, at1, row % 32);
+	const uint32_t at = row < 32 ? a : b;
+
+	return at == ~0u ? at : at + i % (C::DK / 8);
+}
+
+/* ... and goes. */
+template <class C> KVK_DEV uint32_t pf_q_to(uint32_t i, uint32_t row0)
+{
+	return pf_swizzle<C>(row0 + i / (C::DK / 8), i % (C::DK / 8));
+}
+
+/*
+ * @nr (16, 32 or 64) rows of the item from row @row0 on; rows behind the last one become zero.
+ * One warp, which then arrives at @full. FP8: as f16, which holds what bf16 does between
+ * 2^-14 and 65,504.
  */
 template <class C>
 KVK_DEV void pf_load_q(const struct pf_params &p, const struct pf_item &it, uint32_t row0,
-		       uint32_t nr, uint64_t *full, struct pf_smem<C> *sm)
+		       uint32_t nr, uint64_t *full, uint32_t q)
 {
 	constexpr uint32_t PIECES = C::DK / 8;
-	const uint32_t lane = threadIdx.x & 31, q = smem_addr(sm->q);
+	constexpr uint32_t STEP = !C::FP8 ? 8 : PIECES % 9 ? 4 : 6; /* loads at once */
+	const uint32_t lane = threadIdx.x & 31;
 	const uint32_t at0 = pf_q_at<C>(p, it, it.row0 + row0 + lane);
 	const uint32_t at1 = pf_q_at<C>(p, it, it.row0 + row0 + 32 + lane);
 	const uint4 *src = (const uint4 *)(p.q + (size_t)it.r.q0 * p.nr_q_heads * C::DK);
 
-#pragma unroll 8
-	for (uint32_t k = 0; k < nr * PIECES / 32; k++) {
-		uint32_t i = k * 32 + lane, row = i / PIECES, c = i % PIECES;
-		uint32_t a = __shfl_sync(~0u, at0, row % 32);
-		uint32_t b = __shfl_sync(~0u, at1, row % 32);
-		uint32_t at = row < 32 ? a : b;
+#pragma unroll 1
+	for (uint32_t k = lane; k < nr * PIECES; k += STEP * 32) {
+		uint4 v[STEP];
 
-		pf_copy16(q + pf_swizzle(row0 + row, c), src + (at == ~0u ? 0 : at + c),
-			  at == ~0u ? 0 : 16);
+#pragma unroll
+		for (uint32_t i = 0; i < STEP; i++) {
+			const uint32_t at = pf_q_from<C>(k + i * 32, at0, at1);
+
+			v[i] = make_uint4(0, 0, 0, 0);
+			if (!C::FP8)
+				pf_copy16(q + pf_q_to<C>(k + i * 32, row0),
+					  src + (at == ~0u ? 0 : at), at == ~0u ? 0 : 16);
+			else if (at != ~0u)
+				v[i] = src[at];
+		}
+#pragma unroll
+		for (uint32_t i = 0; C::FP8 && i < STEP; i++)
+			pf_sts(q + pf_q_to<C>(k + i * 32, row0), pf_f16_piece(v[i]));
 	}
-	asm volatile("cp.async.wait_all;" ::: "memory");
+	if (!C::FP8)
+		asm volatile("cp.async.wait_all;" ::: "memory");
 	fence_proxy_async();
 	__syncwarp();
 	if (lane == 0)
@@ -73,11 +142,12 @@ KVK_DEV void pf_feed_q(const struct pf_params &p, uint32_t wg, struct pf_smem<C>
 	struct pf_item it;
 	uint32_t n = 0;
 
-	while (pf_next<C>(p, sm, &w, &it)) {
+	while (pf_next<C>(p, &sm->sched, &w, &it)) {
 		if (!it.r.ok)
 			continue;
 		mbar_wait(&sm->q_empty[wg], (n++ & 1) ^ 1);
-		pf_load_q<C>(p, it, wg * PF_WG_ROWS, PF_WG_ROWS, &sm->q_full[wg], sm);
+		pf_load_q<C>(p, it, wg * PF_WG_ROWS, PF_WG_ROWS, &sm->q_full[wg],
+			     smem_addr(sm->q[0]));
 	}
 }
 
@@ -116,6 +186,12 @@ KVK_DEV uint32_t pf_pfn(const struct pf_params &p, struct pf_feed *f, uint32_t p
 		f->pfn = at < f->nr_pages ? p.rows[f->it.r.src + at].pfn : 0;
 	}
 	return __shfl_sync(~0u, f->pfn, (int)(page - f->pfn0));
+}
+
+/* Plain bytes; multiples of 16. */
+KVK_DEV void pf_bulk(void *dst, const void *src, uint32_t bytes, uint64_t *bar)
+{
+	tma_bulk_load(smem_addr(dst), src, bytes, smem_addr(bar));
 }
 
 /* One box of 64 tokens. */
@@ -198,10 +274,7 @@ KVK_DEV void pf_fill_v(const struct pf_params &p, const struct pf_feed *f, uint3
 
 		if (t0 + row < f->it.r.len)
 			v = pf_v_row<C>(p, f, pfn, t0 + row)[c];
-		asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(
-				     dst + pf_swizzle(row0 + row, c)),
-			     "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-			     : "memory");
+		pf_sts(dst + pf_swizzle<C>(row0 + row, c), v);
 	}
 	fence_proxy_async();
 	__syncwarp();
@@ -256,7 +329,7 @@ KVK_DEV void pf_feed_kv(const struct pf_params &p, struct pf_smem<C> *sm)
 	struct pf_walk w = {};
 	struct pf_feed f = {};
 
-	while (pf_next<C>(p, sm, &w, &f.it)) {
+	while (pf_next<C>(p, &sm->sched, &w, &f.it)) {
 		if (!f.it.r.ok)
 			continue;
 		pf_feed_start<C>(p, &f);

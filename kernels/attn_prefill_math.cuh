@@ -17,9 +17,9 @@
 #endif
 
 template <class C> struct pf_state {
-	float s[PF_KEYS / 2]; /* scores, then probabilities */
-	float o[C::DV / 2];
-	uint32_t p[PF_KEYS / 4]; /* probabilities as bf16: the A operand of P V */
+	float s[C::KEYS / 2]; /* scores, then probabilities */
+	float o[C::OUT / 2];
+	uint32_t p[C::KEYS / 4]; /* probabilities as bf16: the A operand of P V */
 	float m[2];		 /* reference of the exponents */
 	float l[2];		 /* this thread's share of the sums */
 	float alpha[2];
@@ -52,7 +52,8 @@ template <class C> KVK_DEV void pf_qk(struct pf_state<C> &t, uint64_t q, uint64_
 	for (int i = 0; i < C::DK / 16; i++) {
 		uint32_t at = i / 4 * (PF_HALF / 16) + i % 4 * 2;
 
-		wgm_ss_bf16<PF_KEYS>(t.s, wgm_desc_at(q, at), wgm_desc_at(k, at), i != 0);
+		wgm_ss<PF_KEYS, 0, C::FP8>(t.s, wgm_desc_at(q, at), wgm_desc_at(k, at),
+					   i != 0);
 	}
 	wgm_commit();
 }
@@ -63,17 +64,17 @@ template <class C> KVK_DEV void pf_pv(struct pf_state<C> &t, uint64_t v, bool fi
 	wgm_fence();
 #pragma unroll
 	for (int i = 0; i < PF_KEYS / 16; i++)
-		wgm_rs_bf16<C::DV, 1>(t.o, t.p + 4 * i, wgm_desc_at(v, i * 128),
-				      i != 0 || !first);
+		wgm_rs<C::DV, 1, C::FP8>(t.o, t.p + 4 * i, wgm_desc_at(v, i * 128),
+					 i != 0 || !first);
 	wgm_commit();
 }
 
 template <class C> KVK_DEV void pf_mask(struct pf_state<C> &t, int tile)
 {
-	const int lim0 = t.lim[0] - tile * PF_KEYS, lim1 = t.lim[1] - tile * PF_KEYS;
+	const int lim0 = t.lim[0] - tile * C::KEYS, lim1 = t.lim[1] - tile * C::KEYS;
 
 #pragma unroll
-	for (int j = 0; j < PF_KEYS / 8; j++) {
+	for (int j = 0; j < C::KEYS / 8; j++) {
 #pragma unroll
 		for (int e = 0; e < 2; e++) {
 			t.s[4 * j + e] = 8 * j + e < lim0 ? t.s[4 * j + e] : -INFINITY;
@@ -83,42 +84,65 @@ template <class C> KVK_DEV void pf_mask(struct pf_state<C> &t, int tile)
 	}
 }
 
-/* FP8: scores times the tokens' K scales. */
-template <class C> KVK_DEV void pf_scale_k(struct pf_state<C> &t, const float2 *scales)
+/*
+ * FP8: a score becomes the exponent of what its token's V codes are multiplied with, which
+ * is the probability times the V scale: s K_scale scale + log2(V_scale). A row's reference is
+ * the largest of these, so that products in f16 have their best range whatever the scales.
+ */
+template <class C>
+KVK_DEV void pf_scale(struct pf_state<C> &t, const struct pf_scales<C::KEYS> &sc)
 {
-	const float4 *s = (const float4 *)scales + (threadIdx.x & 3);
+	const float4 *k = (const float4 *)sc.k[threadIdx.x & 3];
+	const float4 *v = (const float4 *)sc.log_v[threadIdx.x & 3];
 
 #pragma unroll
-	for (int j = 0; j < PF_KEYS / 8; j++) {
-		float4 x = s[4 * j]; /* K, V of one column, then of the next */
+	for (int j = 0; j < C::KEYS / 16; j++) {
+		const float4 x = k[j], y = v[j];
 
-		t.s[4 * j] *= x.x;
-		t.s[4 * j + 1] *= x.z;
-		t.s[4 * j + 2] *= x.x;
-		t.s[4 * j + 3] *= x.z;
+		t.s[8 * j] = fmaf(t.s[8 * j], x.x, y.x);
+		t.s[8 * j + 1] = fmaf(t.s[8 * j + 1], x.y, y.y);
+		t.s[8 * j + 2] = fmaf(t.s[8 * j + 2], x.x, y.x);
+		t.s[8 * j + 3] = fmaf(t.s[8 * j + 3], x.y, y.y);
+		t.s[8 * j + 4] = fmaf(t.s[8 * j + 4], x.z, y.z);
+		t.s[8 * j + 5] = fmaf(t.s[8 * j + 5], x.w, y.w);
+		t.s[8 * j + 6] = fmaf(t.s[8 * j + 6], x.z, y.z);
+		t.s[8 * j + 7] = fmaf(t.s[8 * j + 7], x.w, y.w);
 	}
 }
 
-/* FP8: probabilities, already summed, times the tokens' V scales. */
-template <class C> KVK_DEV void pf_scale_v(struct pf_state<C> &t, const float2 *scales)
+/* FP8: the sums are of probabilities, what a value is multiplied with over its V scale. */
+template <class C>
+KVK_DEV void pf_sum(struct pf_state<C> &t, const struct pf_scales<C::KEYS> &sc)
 {
-	const float4 *s = (const float4 *)scales + (threadIdx.x & 3);
+	const float4 *inv = (const float4 *)sc.inv_v[threadIdx.x & 3];
+	float x[4] = {0.f, 0.f, 0.f, 0.f};
 
 #pragma unroll
-	for (int j = 0; j < PF_KEYS / 8; j++) {
-		float4 x = s[4 * j];
+	for (int j = 0; j < C::KEYS / 16; j++) {
+		const float4 y = inv[j];
 
-		t.s[4 * j] *= x.y;
-		t.s[4 * j + 1] *= x.w;
-		t.s[4 * j + 2] *= x.y;
-		t.s[4 * j + 3] *= x.w;
+#pragma unroll
+		for (int r = 0; r < 2; r++) {
+			x[r] = fmaf(t.s[8 * j + 2 * r], y.x, x[r]);
+			x[2 + r] = fmaf(t.s[8 * j + 2 * r + 1], y.y, x[2 + r]);
+			x[r] = fmaf(t.s[8 * j + 4 + 2 * r], y.z, x[r]);
+			x[2 + r] = fmaf(t.s[8 * j + 5 + 2 * r], y.w, x[2 + r]);
+		}
 	}
+	t.l[0] += x[0] + x[2];
+	t.l[1] += x[1] + x[3];
+}
+
+template <class C> KVK_DEV float pf_exp(float s, float scale, float neg)
+{
+	return exp2_fast(C::FP8 ? s + neg : fmaf(s, scale, neg));
 }
 
 /*
  * Scores to probabilities 2^(s scale - m scale). The reference m moves only when a score
  * passes it by 2^PF_SLACK: alpha is 1 nearly always. What happens to a row depends on the
- * row alone, so that a row's bits do not depend on its neighbours.
+ * row alone, so that a row's bits do not depend on its neighbours. FP8: scores are scaled
+ * already, and pf_sum() adds them up.
  */
 template <class C>
 KVK_DEV void pf_softmax(struct pf_state<C> &t, float scale, float slack)
@@ -130,7 +154,7 @@ KVK_DEV void pf_softmax(struct pf_state<C> &t, float scale, float slack)
 		float x = t.s[2 * r], y = t.s[2 * r + 1], mn;
 
 #pragma unroll
-		for (int j = 1; j < PF_KEYS / 8; j++) {
+		for (int j = 1; j < C::KEYS / 8; j++) {
 			x = fmaxf(x, t.s[4 * j + 2 * r]);
 			y = fmaxf(y, t.s[4 * j + 2 * r + 1]);
 		}
@@ -147,14 +171,16 @@ KVK_DEV void pf_softmax(struct pf_state<C> &t, float scale, float slack)
 		float x = 0.f, y = 0.f;
 
 #pragma unroll
-		for (int j = 0; j < PF_KEYS / 8; j++) {
-			float a = exp2_fast(fmaf(t.s[4 * j + 2 * r], scale, neg[r]));
-			float b = exp2_fast(fmaf(t.s[4 * j + 2 * r + 1], scale, neg[r]));
+		for (int j = 0; j < C::KEYS / 8; j++) {
+			float a = pf_exp<C>(t.s[4 * j + 2 * r], scale, neg[r]);
+			float b = pf_exp<C>(t.s[4 * j + 2 * r + 1], scale, neg[r]);
 
 			t.s[4 * j + 2 * r] = a;
 			t.s[4 * j + 2 * r + 1] = b;
-			x += a;
-			y += b;
+			if (!C::FP8) {
+				x += a;
+				y += b;
+			}
 		}
 		t.l[r] = t.l[r] * t.alpha[r] + (x + y);
 	}
@@ -163,8 +189,9 @@ KVK_DEV void pf_softmax(struct pf_state<C> &t, float scale, float slack)
 template <class C> KVK_DEV void pf_pack(struct pf_state<C> &t)
 {
 #pragma unroll
-	for (int i = 0; i < PF_KEYS / 4; i++)
-		t.p[i] = pack_bf16(t.s[2 * i], t.s[2 * i + 1]);
+	for (int i = 0; i < C::KEYS / 4; i++)
+		t.p[i] = C::FP8 ? pack_f16(t.s[2 * i], t.s[2 * i + 1])
+				: pack_bf16(t.s[2 * i], t.s[2 * i + 1]);
 }
 
 template <class C> KVK_DEV void pf_rescale(struct pf_state<C> &t)
@@ -172,7 +199,7 @@ template <class C> KVK_DEV void pf_rescale(struct pf_state<C> &t)
 	if (!__any_sync(~0u, t.alpha[0] != 1.f || t.alpha[1] != 1.f))
 		return;
 #pragma unroll
-	for (int i = 0; i < C::DV / 4; i++) {
+	for (int i = 0; i < C::OUT / 4; i++) {
 		t.o[2 * i] *= t.alpha[i & 1];
 		t.o[2 * i + 1] *= t.alpha[i & 1];
 	}
@@ -216,24 +243,33 @@ KVK_DEV uint16_t *pf_out(const struct pf_params &p, const struct pf_item &it,
 	       (((size_t)it.r.q0 + t) * p.nr_q_heads + it.kv_head * p.group + h) * C::DV;
 }
 
+/* What the rows' sums are divided by; a row that sees nothing: 0 * inf, NaN as the reference. */
+template <class C> KVK_DEV float2 pf_inverse(const struct pf_state<C> &t)
+{
+	float l0 = t.l[0], l1 = t.l[1];
+
+	l0 += __shfl_xor_sync(~0u, l0, 1);
+	l1 += __shfl_xor_sync(~0u, l1, 1);
+	l0 += __shfl_xor_sync(~0u, l0, 2);
+	l1 += __shfl_xor_sync(~0u, l1, 2);
+	return make_float2(1.f / l0, 1.f / l1);
+}
+
+/* Rows @row and @row + 8, columns from @col0 on. */
 template <class C>
 KVK_DEV void pf_store(const struct pf_params &p, const struct pf_item &it, uint32_t row,
-		      struct pf_state<C> &t)
+		      uint32_t col0, float2 inverse, struct pf_state<C> &t)
 {
 	const uint32_t c = threadIdx.x & 3;
 
 #pragma unroll
 	for (int r = 0; r < 2; r++) {
-		float l = t.l[r], inv;
-		bool in = row + 8 * r < it.r.nr_rows;
-		uint16_t *out = in ? pf_out<C>(p, it, row + 8 * r) : p.out;
+		const float inv = r ? inverse.y : inverse.x;
+		const bool in = row + 8 * r < it.r.nr_rows;
+		uint16_t *out = in ? pf_out<C>(p, it, row + 8 * r) + col0 : p.out;
 
-		l += __shfl_xor_sync(~0u, l, 1);
-		l += __shfl_xor_sync(~0u, l, 2);
-		inv = 1.f /
-		      l; /* a row that sees nothing: 0 * inf, NaN as the reference */
 #pragma unroll
-		for (int b = 0; b < C::DV / 32; b++) {
+		for (int b = 0; b < C::OUT / 32; b++) {
 			uint32_t w[4];
 			uint4 v;
 
@@ -307,8 +343,8 @@ KVK_DEV void pf_wait_next(struct pf_state<C> &t, uint32_t n, bool more,
  * beside the other's products.
  */
 template <class C, bool MASK>
-KVK_DEV void pf_step(const struct pf_params &p, struct pf_state<C> &t, uint64_t q,
-		     uint32_t wg, uint32_t j, uint32_t last, uint32_t n, float slack,
+KVK_DEV void pf_step(float scale, struct pf_state<C> &t, uint64_t q, uint32_t wg,
+		     uint32_t j, uint32_t last, uint32_t n, float slack,
 		     struct pf_smem<C> *sm)
 {
 	const uint32_t pn = n - 1;
@@ -323,15 +359,15 @@ KVK_DEV void pf_step(const struct pf_params &p, struct pf_state<C> &t, uint64_t 
 	wgm_wait<1>();
 	wgm_keep(t.s);
 	if constexpr (C::FP8)
-		pf_scale_k<C>(t, sm->scales[n % PF_SCALES]);
+		pf_scale<C>(t, sm->scales[n % PF_SCALES]);
 	pf_release(&sm->k_empty[n % PF_STAGES]);
 	if (MASK && j == last)
 		pf_release(&sm->q_empty[wg]);
 	if (MASK)
 		pf_mask<C>(t, (int)j);
-	pf_softmax<C>(t, p.scale, slack);
+	pf_softmax<C>(t, scale, slack);
 	if constexpr (C::FP8)
-		pf_scale_v<C>(t, sm->scales[n % PF_SCALES]);
+		pf_sum<C>(t, sm->scales[n % PF_SCALES]);
 	pf_wait_next<C>(t, n, j < last, sm);
 	wgm_wait<0>();
 	wgm_keep(t.o);
@@ -357,7 +393,7 @@ KVK_DEV void pf_item_rows(const struct pf_params &p, const struct pf_item &it,
 		t.m[r] = -INFINITY;
 		t.l[r] = 0.f;
 	}
-	*ret_full = pf_uniform(all < 0 ? 0 : (uint32_t)all / PF_KEYS);
+	*ret_full = pf_uniform(all < 0 ? 0 : (uint32_t)all / C::KEYS);
 }
 
 template <class C>
@@ -366,7 +402,7 @@ KVK_DEV void pf_item_run(const struct pf_params &p, const struct pf_item &it, ui
 			 struct pf_state<C> &t)
 {
 	const uint64_t q = wgm_desc(smem_addr(sm->q[0]) + wg * PF_WG_ROWS * 128);
-	const float slack = PF_SLACK / p.scale;
+	const float scale = C::FP8 ? 1.f : p.scale, slack = PF_SLACK / scale;
 	const uint32_t last = it.nr - 1;
 	uint32_t row, full, j = 1;
 
@@ -377,26 +413,26 @@ KVK_DEV void pf_item_run(const struct pf_params &p, const struct pf_item &it, ui
 	wgm_wait<0>();
 	wgm_keep(t.s);
 	if constexpr (C::FP8)
-		pf_scale_k<C>(t, sm->scales[n0 % PF_SCALES]);
+		pf_scale<C>(t, sm->scales[n0 % PF_SCALES]);
 	pf_release(&sm->k_empty[n0 % PF_STAGES]);
 	if (last == 0)
 		pf_release(&sm->q_empty[wg]);
 	if (full == 0)
 		pf_mask<C>(t, 0);
-	pf_softmax<C>(t, p.scale, slack);
+	pf_softmax<C>(t, scale, slack);
 	if constexpr (C::FP8)
-		pf_scale_v<C>(t, sm->scales[n0 % PF_SCALES]);
+		pf_sum<C>(t, sm->scales[n0 % PF_SCALES]);
 	pf_wait_next<C>(t, n0, last > 0, sm);
 	pf_pack<C>(t);
 	for (; j < full && j < last; j++)
-		pf_step<C, false>(p, t, q, wg, j, last, n0 + j, slack, sm);
+		pf_step<C, false>(scale, t, q, wg, j, last, n0 + j, slack, sm);
 	for (; j <= last; j++)
-		pf_step<C, true>(p, t, q, wg, j, last, n0 + j, slack, sm);
+		pf_step<C, true>(scale, t, q, wg, j, last, n0 + j, slack, sm);
 	pf_pv<C>(t, pf_v_desc<C>(sm, n0 + last), last == 0);
 	wgm_wait<0>();
 	wgm_keep(t.o);
 	pf_release(&sm->v_empty[(n0 + last) % PF_STAGES]);
-	pf_store<C>(p, it, row, t);
+	pf_store<C>(p, it, row, 0, pf_inverse<C>(t), t);
 }
 
 template <class C>
@@ -410,7 +446,7 @@ KVK_DEV void pf_consume(const struct pf_params &p, uint32_t wg, struct pf_smem<C
 
 	if (PF_TURNS(C) && wg == 1)
 		pf_turn_give(wg); /* the first warpgroup begins */
-	while (pf_next<C>(p, sm, &w, &it)) {
+	while (pf_next<C>(p, &sm->sched, &w, &it)) {
 		if (!it.r.ok) {
 			pf_store_nan<C>(p, it, wg);
 			continue;

@@ -69,51 +69,102 @@ WGM_DEV uint64_t wgm_desc_at(uint64_t desc, uint32_t units)
 		"+f"((d)[(i) + 7])
 #define WGM_F32(d) WGM_F8(d, 0), WGM_F8(d, 8), WGM_F8(d, 16), WGM_F8(d, 24)
 #define WGM_F64(d) WGM_F32(d), WGM_F8(d, 32), WGM_F8(d, 40), WGM_F8(d, 48), WGM_F8(d, 56)
-#define WGM_R32                                                                      \
-	"%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20," \
-	"%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGM_F128(d)                                                             \
+	WGM_F64(d), WGM_F8(d, 64), WGM_F8(d, 72), WGM_F8(d, 80), WGM_F8(d, 88), \
+		WGM_F8(d, 96), WGM_F8(d, 104), WGM_F8(d, 112), WGM_F8(d, 120)
+#define WGM_R32                                                          \
+	"%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17," \
+	"%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define WGM_R64                                                                     \
 	WGM_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
 		"%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGM_R128                                                                    \
+	WGM_R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
+		"%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"  \
+		"%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,"     \
+		"%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,"      \
+		"%121,%122,%123,%124,%125,%126,%127"
 
-/* d[64][N] = (use_d ? d : 0) + a[64][16] b[16][N], bf16, a in shared memory, both K-major */
-template <int N>
-WGM_DEV void wgm_ss_bf16(float (&d)[N / 2], uint64_t a, uint64_t b, int use_d)
+/* T: "f16" or "bf16" */
+#define WGM_SS_64(T)                                                                \
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                       \
+		 "wgmma.mma_async.sync.aligned.m64n64k16.f32." T "." T " {" WGM_R32 \
+		 "}, %32, %33, p, 1, 1, 0, %35;\n}"                                 \
+		 : WGM_F32(d)                                                       \
+		 : "l"(a), "l"(b), "r"(use_d), "n"(TRANS))
+#define WGM_RS_64(T)                                                                \
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                       \
+		 "wgmma.mma_async.sync.aligned.m64n64k16.f32." T "." T " {" WGM_R32 \
+		 "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;\n}"                      \
+		 : WGM_F32(d)                                                       \
+		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d),  \
+		   "n"(TRANS))
+#define WGM_SS_128(T)                                                                \
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                        \
+		 "wgmma.mma_async.sync.aligned.m64n128k16.f32." T "." T " {" WGM_R64 \
+		 "}, %64, %65, p, 1, 1, 0, %67;\n}"                                  \
+		 : WGM_F64(d)                                                        \
+		 : "l"(a), "l"(b), "r"(use_d), "n"(TRANS))
+#define WGM_RS_128(T)                                                                \
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                        \
+		 "wgmma.mma_async.sync.aligned.m64n128k16.f32." T "." T " {" WGM_R64 \
+		 "}, {%64,%65,%66,%67}, %68, p, 1, 1, %70;\n}"                       \
+		 : WGM_F64(d)                                                        \
+		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d),   \
+		   "n"(TRANS))
+#define WGM_SS_256(T)                                                                 \
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                        \
+		 "wgmma.mma_async.sync.aligned.m64n256k16.f32." T "." T " {" WGM_R128 \
+		 "}, %128, %129, p, 1, 1, 0, %131;\n}"                                \
+		 : WGM_F128(d)                                                        \
+		 : "l"(a), "l"(b), "r"(use_d), "n"(TRANS))
+#define WGM_RS_256(T)                                                                 \
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"                        \
+		 "wgmma.mma_async.sync.aligned.m64n256k16.f32." T "." T " {" WGM_R128 \
+		 "}, {%128,%129,%130,%131}, %132, p, 1, 1, %134;\n}"                  \
+		 : WGM_F128(d)                                                        \
+		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d),    \
+		   "n"(TRANS))
+
+/*
+ * d[64][N] = (use_d ? d : 0) + a[64][16] b[16][N], in f16 or bf16. a in shared memory,
+ * K-major; TRANS: b is MN-major, else K-major.
+ */
+template <int N, int TRANS, bool F16 = false>
+WGM_DEV void wgm_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int use_d)
 {
-	static_assert(N == 64 || N == 128, "not built");
-	if constexpr (N == 64)
-		SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-			 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGM_R32
-			 "}, %32, %33, p, 1, 1, 0, 0;\n}"
-			 : WGM_F32(d)
-			 : "l"(a), "l"(b), "r"(use_d));
-	else
-		SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-			 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGM_R64
-			 "}, %64, %65, p, 1, 1, 0, 0;\n}"
-			 : WGM_F64(d)
-			 : "l"(a), "l"(b), "r"(use_d));
+	static_assert(N == 64 || N == 128 || N == 256, "not built");
+	if constexpr (N == 64 && F16)
+		WGM_SS_64("f16");
+	else if constexpr (N == 64)
+		WGM_SS_64("bf16");
+	else if constexpr (N == 128 && F16)
+		WGM_SS_128("f16");
+	else if constexpr (N == 128)
+		WGM_SS_128("bf16");
+	else if constexpr (N == 256 && F16)
+		WGM_SS_256("f16");
+	else if constexpr (N == 256)
+		WGM_SS_256("bf16");
 }
 
-/* The same with a in registers; TRANS: b is MN-major */
-template <int N, int TRANS>
-WGM_DEV void wgm_rs_bf16(float (&d)[N / 2], const uint32_t *a, uint64_t b, int use_d)
+/* The same with a in registers. */
+template <int N, int TRANS, bool F16 = false>
+WGM_DEV void wgm_rs(float (&d)[N / 2], const uint32_t *a, uint64_t b, int use_d)
 {
-	static_assert(N == 64 || N == 128, "not built");
-	if constexpr (N == 64)
-		SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-			 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGM_R32
-			 "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;\n}"
-			 : WGM_F32(d)
-			 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d),
-			   "n"(TRANS));
-	else
-		SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-			 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGM_R64
-			 "}, {%64,%65,%66,%67}, %68, p, 1, 1, %70;\n}"
-			 : WGM_F64(d)
-			 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d),
-			   "n"(TRANS));
+	static_assert(N == 64 || N == 128 || N == 256, "not built");
+	if constexpr (N == 64 && F16)
+		WGM_RS_64("f16");
+	else if constexpr (N == 64)
+		WGM_RS_64("bf16");
+	else if constexpr (N == 128 && F16)
+		WGM_RS_128("f16");
+	else if constexpr (N == 128)
+		WGM_RS_128("bf16");
+	else if constexpr (N == 256 && F16)
+		WGM_RS_256("f16");
+	else if constexpr (N == 256)
+		WGM_RS_256("bf16");
 }
 
 /* ----------------------------------------------------------------------- tensor copies
@@ -129,6 +180,15 @@ WGM_DEV void tma_load_4d(uint32_t dst, const void *map, uint32_t bar, int c0, in
 			dst),
 		"l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
 		: "memory");
+}
+
+/* @bytes from @src, in order; both addresses and the size multiples of 16 */
+WGM_DEV void tma_bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
+{
+	SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+		 " [%0], [%1], %2, [%3];" ::"r"(dst),
+		 "l"(src), "r"(bytes), "r"(bar)
+		 : "memory");
 }
 
 WGM_DEV void tma_prefetch_map(const void *map)

@@ -25,9 +25,9 @@ LINES = [
     ("gqa bf16 96/8 prefill", 96, 8, 128, 128, 1024, 32768),
     ("gqa bf16 64/8 prefill", 64, 8, 128, 128, 8192, 8192),
     ("gqa bf16 32/4 prefill", 32, 4, 64, 64, 8192, 8192),
-    ("mla bf16 64 prefill", 64, 64, 192, 128, 2048, 2048),
-    ("mla bf16 64 prefill", 64, 64, 192, 128, 8192, 8192),
-    ("mla bf16 64 prefill", 64, 64, 192, 128, 1024, 32768),
+    ("mla bf16 64 prefill-expanded", 64, 64, 192, 128, 2048, 2048),
+    ("mla bf16 64 prefill-expanded", 64, 64, 192, 128, 8192, 8192),
+    ("mla bf16 64 prefill-expanded", 64, 64, 192, 128, 1024, 32768),
 ]
 BACKENDS = [("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)]
 
