@@ -396,7 +396,8 @@ static bool spin(struct kvd *kvd)
 	if (!kvd->spins || list_empty(&kvd->awake))
 		return false;
 	/* A request that goes on over several turns waits for nothing from outside. */
-	if (!list_empty(&kvd->requests.hashing) || kvd->nr_closing)
+	if (!list_empty(&kvd->requests.hashing) || kvd->nr_closing ||
+	    kvd->core_next_ns <= kvd->now_ns)
 		return true;
 	while (kv_now_ns() - kvd->last_entry_ns < KVD_SPIN_NS) {
 		list_for_each_entry (conn, &kvd->awake, awake_node)

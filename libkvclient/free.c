@@ -106,6 +106,16 @@ static struct kvc_req free_req(struct kvc_pool *pool, const struct kv_page_ref *
 				.src = refs};
 }
 
+/* References are grants without their flags. */
+static void refs_fill(void *arg, const struct kvc_req *req)
+{
+	const struct kv_grant *pages = req->src;
+	struct kv_page_ref *refs = arg;
+
+	for (u32 i = 0; i < req->nr; i++)
+		refs[i] = (struct kv_page_ref){.pfn = pages[i].pfn, .tag = pages[i].tag};
+}
+
 /* A batch that did not get into the ring: back to the list, behind newer steps at worst. */
 static void put_back(struct kvc_pool *pool, const struct kv_page_ref *refs, u32 nr)
 {
@@ -197,6 +207,33 @@ static void post_some(struct kvc_pool *pool)
 	pthread_mutex_unlock(&c->lock);
 }
 
+/*
+ * A whole batch that nothing waits before, of which no step is left: past the list, from
+ * the caller's array into the ring. Return: as kvc_ret_send(); KV_BUSY: not so.
+ */
+static int free_now(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr)
+{
+	u64 fence = __atomic_load_n(&pool->c->launch_number, __ATOMIC_ACQUIRE);
+	struct kvc_req req = free_req(pool, NULL, nr);
+	int r;
+
+	_Static_assert(sizeof(struct kv_grant) == sizeof(struct kv_page_ref) &&
+			       offsetof(struct kv_grant, tag) ==
+				       offsetof(struct kv_page_ref, tag) &&
+			       offsetof(struct kv_grant, flags) ==
+				       offsetof(struct kv_page_ref, reserved),
+		       "a grant without its flags is a reference");
+	if (nr < KVC_FREE_BATCH || nr > KVC_FREE_SEND_MAX ||
+	    kv_load_relaxed32(&pool->ret_nr) || !kvc_fence_passed(pool->c, fence))
+		return KV_BUSY;
+	req.src = pages;
+	req.fill = refs_fill;
+	r = kvc_call(pool->c, &req, kvc_deadline(pool->c));
+	if (r < 0 && !req.sent && !KV_MUTANT(unsent_frees_lost))
+		put_back(pool, (const struct kv_page_ref *)pages, nr);
+	return r == KV_BUSY ? 0 : r;
+}
+
 int kvc_free(struct kvc_pool *pool, const struct kv_grant *pages, uint32_t nr)
 {
 	struct kvc *c = pool->c;
@@ -208,6 +245,11 @@ int kvc_free(struct kvc_pool *pool, const struct kv_grant *pages, uint32_t nr)
 	r = check_pfns(pool, pages, nr);
 	if (r)
 		return r;
+	if (!__atomic_load_n(&c->link, __ATOMIC_ACQUIRE)->dead) {
+		r = free_now(pool, pages, nr);
+		if (r != KV_BUSY)
+			return r < 0 ? 0 : r;
+	}
 	r = kvc_ret_add(pool, pages, nr);
 	if (r)
 		return r;

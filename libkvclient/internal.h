@@ -446,7 +446,6 @@ void kvc_ledger_revoked(struct kvc_pool *pool, u32 pfn, u64 tag);
 void kvc_ledger_clear(struct kvc_pool *pool);
 void kvc_ledger_answered(const struct kvc_req *req);
 void kvc_ledger_freeing(const struct kvc_req *req);
-void kvc_ledger_not_freed(const struct kvc_req *req);
 int kvc_ledger_leases(struct kvc *c, struct kvc_pool *pool,
 		      const struct kv_msg_leases *m);
 

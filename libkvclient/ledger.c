@@ -9,7 +9,7 @@
  *
  * A reference is entered before anybody else can see that kvmd has given it: by the call
  * that asked for it while it still counts as a user of its link, or before the
- * compare-and-swap that takes it out of a magazine. It is taken out when FREE is sent.
+ * compare-and-swap that takes it out of a magazine. It is taken out when FREE has been sent.
  * kvc_ledger_leases() runs when no call uses the old link any more.
  *
  * Threads: entries are changed by compare-and-swap, without a lock.
@@ -59,6 +59,19 @@ void kvc_hold(struct kvc_pool *pool, u32 pfn, u64 tag)
 	} while (!kv_cas64(&pool->ledger[pfn], old, new));
 }
 
+/*
+ * The first reference to a generation that this process was just given: nobody else can
+ * enter it, and who still takes out the generation before it compares before it swaps. So
+ * a store will do, of which a hundred cost what ten swaps cost.
+ */
+static void hold_first(struct kvc_pool *pool, u32 pfn, u64 tag)
+{
+	if (pfn >= pool->geometry.nr_pages)
+		return;
+	__atomic_store_n(&pool->ledger_tags[pfn], tag, __ATOMIC_RELAXED);
+	kv_store_relaxed64(&pool->ledger[pfn], entry_of(tag, 1));
+}
+
 /** kvc_unhold() - one less, if it is still that generation */
 void kvc_unhold(struct kvc_pool *pool, u32 pfn, u64 tag)
 {
@@ -103,11 +116,13 @@ void kvc_ledger_answered(const struct kvc_req *req)
 	switch (req->opcode) {
 	case KV_OP_PIN:
 		grants = req->src;
-		/* fall through */
+		for (u32 i = 0; i < req->nr && grants; i++)
+			kvc_hold(req->pool, grants[i].pfn, grants[i].tag);
+		return;
 	case KV_OP_ALLOC:
 	case KV_OP_FORK:
 		for (u32 i = 0; i < req->nr && grants; i++)
-			kvc_hold(req->pool, grants[i].pfn, grants[i].tag);
+			hold_first(req->pool, grants[i].pfn, grants[i].tag);
 		return;
 	case KV_OP_LOOKUP:
 		for (u32 i = 0; i < req->ret_nr && hits; i++)
@@ -118,22 +133,13 @@ void kvc_ledger_answered(const struct kvc_req *req)
 	}
 }
 
-/** kvc_ledger_freeing() - FREE is about to be sent */
+/** kvc_ledger_freeing() - FREE was sent, and its caller still uses the link */
 void kvc_ledger_freeing(const struct kvc_req *req)
 {
 	const struct kv_page_ref *refs = req->src;
 
 	for (u32 i = 0; i < req->nr; i++)
 		kvc_unhold(req->pool, refs[i].pfn, refs[i].tag);
-}
-
-/** kvc_ledger_not_freed() - it found no room in the ring */
-void kvc_ledger_not_freed(const struct kvc_req *req)
-{
-	const struct kv_page_ref *refs = req->src;
-
-	for (u32 i = 0; i < req->nr; i++)
-		kvc_hold(req->pool, refs[i].pfn, refs[i].tag);
 }
 
 /* ----------------------------------------------------------------------- after a restart

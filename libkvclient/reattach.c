@@ -207,14 +207,8 @@ static void mark_dead(struct kvc_link *link, int error)
 /* One try; the ledger follows while the link counts us as a user. */
 static int call_on(struct kvc_link *link, struct kvc_req *req, u64 deadline_ns)
 {
-	bool freeing = req->opcode == KV_OP_FREE && !req->sent;
-	int r;
+	int r = kvc_ring_call(link, req, deadline_ns);
 
-	if (freeing)
-		kvc_ledger_freeing(req);
-	r = kvc_ring_call(link, req, deadline_ns);
-	if (freeing && !req->sent)
-		kvc_ledger_not_freed(req);
 	if (!r)
 		kvc_ledger_answered(req);
 	return r;

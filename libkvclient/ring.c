@@ -462,6 +462,7 @@ static int take_result(struct kvc_ring *ring, struct kvc_req *req,
  */
 int kvc_ring_call(struct kvc_link *link, struct kvc_req *req, u64 deadline_ns)
 {
+	bool freeing = req->opcode == KV_OP_FREE && !req->sent;
 	struct kvc_ring *ring = &link->ring;
 	struct kvc_slot *slot;
 	int r;
@@ -471,6 +472,8 @@ int kvc_ring_call(struct kvc_link *link, struct kvc_req *req, u64 deadline_ns)
 		return r;
 	req->sent = true;
 	submit(link, req, slot);
+	if (freeing) /* while kvmd works */
+		kvc_ledger_freeing(req);
 	pthread_mutex_lock(&ring->lock);
 	for (;;) {
 		reap_locked(link);

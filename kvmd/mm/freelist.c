@@ -96,6 +96,13 @@ void kvd_freelist_put(struct kvd_pool *pool, u32 pfn)
 	kvd_pfn_list_add_head(pool->links, &e->free.pages[kind], pfn);
 	pool->free.nr[kind]++;
 	e->nr_free++;
+	kvd_freelist_placed(pool, index);
+}
+
+void kvd_freelist_placed(struct kvd_pool *pool, u32 index)
+{
+	struct kvd_extent *e = &pool->extents[index];
+
 	extent_place(pool, index);
 	if (e->nr_free == 1u << pool->geo.shift)
 		e->idle_since_ns = pool->mm->now_ns;
@@ -110,21 +117,39 @@ static u32 fullest(const struct kvd_freelist *fl, u32 kind)
 	return KVD_EXTENT_NIL;
 }
 
-u32 kvd_freelist_take(struct kvd_pool *pool, bool clean_first)
+u32 kvd_freelist_run(const struct kvd_pool *pool, bool clean_first, u32 max,
+		     struct kvd_free_run *ret_run)
 {
-	u32 kind = clean_first ? KVD_FREE_CLEAN : KVD_FREE_USED, index, pfn;
-	struct kvd_extent *e;
+	u32 kind = clean_first ? KVD_FREE_CLEAN : KVD_FREE_USED, index;
+	const struct kvd_pfn_list *pages;
 
 	if (!pool->free.nr[kind])
 		kind = clean_first ? KVD_FREE_USED : KVD_FREE_CLEAN;
 	index = fullest(&pool->free, kind);
 	kv_assert(index != KVD_EXTENT_NIL);
-	e = &pool->extents[index];
-	pfn = kvd_pfn_list_pop(pool->links, &e->free.pages[kind]);
-	kv_assert(pfn != KVD_PFN_NONE);
-	pool->free.nr[kind]--;
-	e->nr_free--;
-	extent_place(pool, index);
+	pages = &pool->extents[index].free.pages[kind];
+	kv_assert(pages->nr && max);
+	*ret_run = (struct kvd_free_run){index, kind, KV_MIN(max, pages->nr)};
+	return pages->head;
+}
+
+void kvd_freelist_run_taken(struct kvd_pool *pool, const struct kvd_free_run *run,
+			    u32 next)
+{
+	struct kvd_extent *e = &pool->extents[run->index];
+
+	kvd_pfn_list_cut(pool->links, &e->free.pages[run->kind], next, run->nr);
+	pool->free.nr[run->kind] -= run->nr;
+	e->nr_free -= run->nr;
+	extent_place(pool, run->index);
+}
+
+u32 kvd_freelist_take(struct kvd_pool *pool, bool clean_first)
+{
+	struct kvd_free_run run;
+	u32 pfn = kvd_freelist_run(pool, clean_first, 1, &run);
+
+	kvd_freelist_run_taken(pool, &run, pool->links[pfn].next);
 	return pfn;
 }
 

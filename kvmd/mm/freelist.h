@@ -82,6 +82,19 @@ static inline u32 kvd_pfn_list_pop(struct kvd_link *links, struct kvd_pfn_list *
 	return pfn;
 }
 
+/* The first @nr pages have left; @next was behind them. Their own links are stale. */
+static inline void kvd_pfn_list_cut(struct kvd_link *links, struct kvd_pfn_list *l,
+				    u32 next, u32 nr)
+{
+	kv_assert(l->nr >= nr && (next == KVD_PFN_NONE) == (l->nr == nr));
+	l->head = next;
+	if (next != KVD_PFN_NONE)
+		links[next].prev = KVD_PFN_NONE;
+	else
+		l->tail = KVD_PFN_NONE;
+	l->nr -= nr;
+}
+
 /* Of FREE pages: clean ones were never given to anybody since their extent was created,
  * used ones may hold bytes of an earlier session. */
 enum kvd_free_kind { KVD_FREE_CLEAN, KVD_FREE_USED, KVD_FREE_KINDS };
@@ -131,6 +144,38 @@ void kvd_freelist_put(struct kvd_pool *pool, u32 pfn);
  *	so that untouched memory stays untouched
  */
 u32 kvd_freelist_take(struct kvd_pool *pool, bool clean_first);
+
+/**
+ * struct kvd_free_run - pages of one extent's list, about to be taken together
+ * @index: extent
+ * @kind: enum kvd_free_kind
+ * @nr: pages
+ */
+struct kvd_free_run {
+	u32 index;
+	u32 kind;
+	u32 nr;
+};
+
+/**
+ * kvd_freelist_run() - the pages that kvd_freelist_take() would take next, as many as the fullest
+ *	extent has, at most @max
+ *
+ * The caller has checked that there is a FREE page. It follows links[].next @ret_run->nr
+ * times and then calls kvd_freelist_run_taken(); until then the list is as it was.
+ *
+ * Return: the first of them.
+ */
+u32 kvd_freelist_run(const struct kvd_pool *pool, bool clean_first, u32 max,
+		     struct kvd_free_run *ret_run);
+
+/** kvd_freelist_run_taken() - they are off the list; @next is the one behind the last */
+void kvd_freelist_run_taken(struct kvd_pool *pool, const struct kvd_free_run *run,
+			    u32 next);
+
+/** kvd_freelist_placed() - pages were put on the lists of extent @index by hand: its place
+ * among the extents is made right */
+void kvd_freelist_placed(struct kvd_pool *pool, u32 index);
 
 /** kvd_freelist_del() - take a given FREE page off (its extent goes) */
 void kvd_freelist_del(struct kvd_pool *pool, u32 pfn);

@@ -42,6 +42,7 @@ void kvd_reader_group_init(struct kvd_reader_group *g, u64 epoch)
 	list_init(&g->readers);
 	g->quiet = epoch;
 	g->scanned = 0;
+	g->looked = 0;
 }
 
 void kvd_reader_add(struct kvd_mm *mm, struct kvd_reader_group *g, struct kvd_reader *r,
@@ -251,15 +252,9 @@ static void batch_unlist(struct kvd_batch *b)
 		b->set->open = NULL;
 }
 
-void kvd_grace_add(struct kvd_batch_set *set, u32 pfn)
+struct kvd_batch *kvd_grace_open(struct kvd_batch_set *set)
 {
-	struct kvd_pool *pool = set->b[0].pool;
-	struct kvd_grace *g = &pool->mm->grace;
-	struct kvd_batch *b = set->open ? set->open : set_open(set, g);
-
-	kvd_pfn_list_add_tail(pool->links, &b->pages, pfn);
-	pool->links[pfn].batch = b;
-	g->nr_pages[b->kind]++;
+	return set->open ? set->open : set_open(set, &set->b[0].pool->mm->grace);
 }
 
 static u32 batch_pop(struct kvd_batch *b)
@@ -327,50 +322,68 @@ static u32 batch_finish(struct kvd_mm *mm, struct kvd_batch *b, u32 budget)
 {
 	u32 done = 0;
 
-	while (b->pages.nr && done < budget) {
-		u32 pfn = batch_pop(b);
-
-		if (b->kind == KVD_BATCH_QUARANTINE)
-			mm->ops->quarantine_done(b->pool, pfn);
-		else
-			mm->ops->seal_done(b->pool, pfn);
-		done++;
+	if (b->kind == KVD_BATCH_QUARANTINE) {
+		done = kvd_pool_release(b->pool, &b->pages, budget);
+		mm->grace.nr_pages[b->kind] -= done;
 	}
+	for (; b->pages.nr && done < budget; done++)
+		mm->ops->seal_done(b->pool, batch_pop(b));
 	if (!b->pages.nr)
 		batch_unlist(b);
 	return done;
 }
 
+/*
+ * Have the steps that @b waits for retired? What a group was seen past it stays past, so
+ * that a batch that is let go over several turns costs one look at the slots; one look a
+ * call is enough for all batches of a group.
+ */
+static bool batch_over(struct kvd_mm *mm, const struct kvd_batch *b)
+{
+	struct kvd_reader_group *group = b->pool->group;
+	const u64 *quiet = b->reader ? &b->reader->quiet : &group->quiet;
+
+	group->scanned = mm->grace.scans;
+	if (b->epoch <= *quiet)
+		return true;
+	if (group->looked == mm->grace.scans)
+		return false;
+	group->looked = mm->grace.scans;
+	kv_full_barrier(); /* pairs with kv_slot_announce() */
+	group_scan(mm, group);
+	return b->epoch <= *quiet;
+}
+
 /* The hooks called from here add nothing to a batch, so the walk over the list is safe.
  */
-bool kvd_grace_advance(struct kvd_mm *mm)
+static bool advance(struct kvd_mm *mm, u32 budget)
 {
 	struct kvd_grace *g = &mm->grace;
 	struct kvd_batch *b, *tmp;
-	u32 budget = KVD_GRACE_SLICE;
 
 	if (list_empty(&g->open) && list_empty(&g->waiting))
 		return false;
 	if (!list_empty(&g->open) && !epoch_advance(mm))
 		return false;
-	kv_full_barrier(); /* pairs with kv_slot_announce() */
 	g->scans++;
 	list_for_each_entry_safe (b, tmp, &g->waiting, node) {
-		struct kvd_reader_group *group = b->pool->group;
-		u64 quiet;
-
-		if (g->held && b->kind == KVD_BATCH_QUARANTINE)
-			continue;
-		if (group->scanned != g->scans) {
-			group->scanned = g->scans;
-			group_scan(mm, group);
-		}
-		quiet = b->reader ? b->reader->quiet : group->quiet;
-		if (b->epoch > quiet)
+		if ((g->held && b->kind == KVD_BATCH_QUARANTINE) || !batch_over(mm, b))
 			continue;
 		budget -= batch_finish(mm, b, budget);
 		if (b->pages.nr)
 			return true;
 	}
 	return false;
+}
+
+bool kvd_grace_advance(struct kvd_mm *mm)
+{
+	return advance(mm, KVD_GRACE_SLICE);
+}
+
+bool kvd_grace_turn(struct kvd_mm *mm)
+{
+	return advance(mm, kvd_grace_nr_waiting(&mm->grace) > KVD_GRACE_SLICE
+				   ? KVD_GRACE_SLICE
+				   : KVD_GRACE_SHORT);
 }

@@ -13,7 +13,7 @@
  * embedded in what they belong to (pool, session in a pool), so there is always one: when
  * all are in use, the youngest is opened again, which only makes its pages wait longer.
  *
- * Loop thread only; the barrier in kvd_grace_advance() pairs with kv_slot_announce(), the
+ * Loop thread only; the barrier before slots are read pairs with kv_slot_announce(), the
  * one after the wake word is set with kv_slot_retire().
  */
 #ifndef KVD_GRACE_H
@@ -30,12 +30,14 @@ struct kvd_pool;
  * struct kvd_reader_group - the readers of a domain
  * @readers: struct kvd_reader.node
  * @quiet: every slot of every reader has been seen past this epoch
- * @scanned: number of the scan that saw it last
+ * @scanned: number of the last call of kvd_grace_advance() in which something waited for it
+ * @looked: the last one that read its slots
  */
 struct kvd_reader_group {
 	struct list_node readers;
 	u64 quiet;
 	u64 scanned;
+	u64 looked;
 };
 
 /**
@@ -108,6 +110,10 @@ struct kvd_batch_set {
 /* Pages that one kvd_grace_advance() lets go; the rest follows in the next turn. */
 #define KVD_GRACE_SLICE 1024u
 
+/* Pages that a turn lets go while no more than a slice waits: 0.4 us. Who frees a hundred
+ * pages soon asks for others, and would wait for all of it. */
+#define KVD_GRACE_SHORT 32u
+
 /* Epochs are saved this far ahead of their use. */
 #define KVD_GRACE_AHEAD (1ull << 32)
 
@@ -118,7 +124,7 @@ struct kvd_batch_set {
  * @open: batches of this turn, epoch not advanced yet
  * @waiting: advanced, oldest first
  * @nr_pages: pages in @open and @waiting, by kind
- * @scans: counts scans
+ * @scans: counts calls of kvd_grace_advance() that found something
  * @held: nothing leaves quarantine: a mover of an earlier kvmd may still write there
  */
 struct kvd_grace {
@@ -176,12 +182,8 @@ bool kvd_batch_set_empty(const struct kvd_batch_set *set);
 /** kvd_batch_set_move() - its pages wait for the whole group from now on, in @to */
 void kvd_batch_set_move(struct kvd_batch_set *from, struct kvd_batch_set *to);
 
-/**
- * kvd_grace_add() - a page waits
- *
- * It is on no list; its new tag is stored and logged.
- */
-void kvd_grace_add(struct kvd_batch_set *set, u32 pfn);
+/** kvd_grace_open() - the set's batch that takes pages in this turn; put at least one on */
+struct kvd_batch *kvd_grace_open(struct kvd_batch_set *set);
 
 /** kvd_grace_cancel() - the page waits no more (a sealed page is revoked) */
 void kvd_grace_cancel(struct kvd_pool *pool, u32 pfn);
@@ -189,13 +191,17 @@ void kvd_grace_cancel(struct kvd_pool *pool, u32 pfn);
 /**
  * kvd_grace_advance() - close the open batches under a new epoch and read the slots
  *
- * Pages whose batch is over go on: mm->ops->quarantine_done() or seal_done(), at most
+ * Pages whose batch is over go on: kvd_pool_release() or mm->ops->seal_done(), at most
  * KVD_GRACE_SLICE of them. Wake words are set while something waits. Does nothing when
  * nothing is open or waiting.
  *
  * Return: true: pages were left over that could go on now: call again.
  */
 bool kvd_grace_advance(struct kvd_mm *mm);
+
+/** kvd_grace_turn() - the same as a turn of the loop does it: KVD_GRACE_SHORT pages unless
+ * many wait */
+bool kvd_grace_turn(struct kvd_mm *mm);
 
 /** kvd_grace_stalls() - tell mm->ops->stalled() of readers that hold back a batch for too
  * long; those of a group that the last scan did not need hold back nothing */

@@ -6,8 +6,8 @@
  */
 #include <string.h>
 #include "base/once.h"
+#include "kvmd/mm/change.h"
 #include "kvmd/mm/page.h"
-#include "kvmd/mm/pool.h"
 #include "base/mutant.h"
 
 #define BIT(state) (1u << (state))
@@ -27,9 +27,6 @@ static const u32 may[KVD_FRAME_STATES] = {
 	[KVD_RESTORING] = BIT(KVD_CACHED) | BIT(KVD_QUARANTINE) | BIT(KVD_POISONED),
 	[KVD_POISONED] = BIT(KVD_ABSENT),
 };
-
-/* Nobody pays for these. */
-#define UNOWNED (BIT(KVD_ABSENT) | BIT(KVD_FREE) | BIT(KVD_POISONED))
 
 static const char *const state_names[KVD_FRAME_STATES] = {
 	"ABSENT", "FREE",	"MAGAZINE", "ACTIVE",	 "SEALED",
@@ -58,42 +55,26 @@ bool kvd_frame_may(u32 from, u32 to)
 	return from < KVD_FRAME_STATES && to < KVD_FRAME_STATES && (may[from] & BIT(to));
 }
 
-/* Two u32 fields as one word. */
-static inline u64 pair(u32 lo, u32 hi)
-{
-	return (u64)hi << 32 | lo;
-}
-
-static inline u64 fold(u64 a, u64 b)
-{
-	unsigned __int128 product = (unsigned __int128)a * b;
-
-	return (u64)product ^ (u64)(product >> 64);
-}
-
 /*
- * Four folded 128-bit products of the 60 bytes before @check under random constants: any
- * two records differ here but for one in 2^32, and the products do not wait for one
- * another, on a path that has 50 ns in all. Fields that were stored a moment ago are
- * loaded as they were stored: one wider load, which compilers like to make of them, would
- * wait until those stores have left the store buffer.
+ * Fields that were stored a moment ago are loaded as they were stored: one wider load,
+ * which compilers like to make of them, would wait until those stores have left the store
+ * buffer.
  */
 static inline u32 check_word(const struct kvd_frame *f)
 {
 	u32 refs = kv_read_once(f->refs), parent = kv_read_once(f->parent);
 	u32 tenant = kv_read_once(f->tenant), state = kv_read_once(f->state);
 	u32 flags = kv_read_once(f->flags), nr_events = kv_read_once(f->nr_events);
-	u64 key[2], sum;
+	u64 w[KVD_WORDS];
 
-	memcpy(key, f->key, sizeof(key));
-	sum = fold(f->tag ^ 0x9e3779b97f4a7c15ull, f->owner ^ 0xbf58476d1ce4e5b9ull);
-	sum += fold(key[0] ^ 0x94d049bb133111ebull, key[1] ^ 0xd6e8feb86659fd93ull);
-	sum += fold(pair(f->pfn, refs) ^ 0xa0761d6478bd642full,
-		    pair(f->crc32c, parent) ^ 0xe7037ed1a0b428dbull);
-	sum += fold(pair(flags << 24 | state << 16 | tenant, nr_events) ^
-			    0x8ebc6af09c88c6e3ull,
-		    f->parent_gen ^ 0x589965cc75374cc3ull);
-	return (u32)(sum >> 32) ^ (u32)sum;
+	w[KVD_W_TAG] = f->tag;
+	w[KVD_W_OWNER] = f->owner;
+	memcpy(&w[KVD_W_KEY0], f->key, sizeof(f->key));
+	w[KVD_W_PFN_REFS] = (u64)refs << 32 | f->pfn;
+	w[KVD_W_CRC_PARENT] = (u64)parent << 32 | f->crc32c;
+	w[KVD_W_STATE] = (u64)nr_events << 32 | flags << 24 | state << 16 | tenant;
+	w[KVD_W_GEN_CHECK] = f->parent_gen;
+	return kvd_words_check(w);
 }
 
 u32 kvd_frame_check_word(const struct kvd_frame *f)
@@ -115,13 +96,6 @@ u64 kvd_check_bytes(const void *data, size_t bytes)
 	return sum;
 }
 
-/* A process that is killed has done all stores up to some point of the program and none
- * behind it: what the compiler keeps in order is in order. */
-static inline void in_order(void)
-{
-	__atomic_signal_fence(__ATOMIC_SEQ_CST);
-}
-
 void kvd_frame_touch_slow(struct kvd_undo *undo, const struct kvd_pool *pool, u32 pfn)
 {
 	if (undo->valid && undo->pfn == pfn && undo->pool_id == pool->id)
@@ -130,10 +104,10 @@ void kvd_frame_touch_slow(struct kvd_undo *undo, const struct kvd_pool *pool, u3
 	undo->pool_id = pool->id;
 	undo->pfn = pfn;
 	memcpy(undo->image, &pool->frames[pfn], sizeof(undo->image));
-	in_order();
+	kvd_in_order();
 	if (!KV_MUTANT(no_undo))
 		undo->valid = 1;
-	in_order();
+	kvd_in_order();
 	kvd_crash_point();
 }
 
@@ -167,7 +141,7 @@ void kvd_frame_adopt_same(struct kvd_pool *pool, u32 pfn)
 	const struct kvd_frame *f = &pool->frames[pfn];
 
 	pool->nr[f->state]++;
-	if (!(BIT(f->state) & UNOWNED))
+	if (!(BIT(f->state) & KVD_UNOWNED))
 		pool->mm->accounts[f->tenant]->nr[f->state]++;
 }
 
@@ -177,7 +151,7 @@ void kvd_frame_adopt(struct kvd_pool *pool, u32 pfn, u32 state)
 	struct kvd_frame *f = &pool->frames[pfn];
 
 	pool->nr[state]++;
-	if (!(BIT(state) & UNOWNED))
+	if (!(BIT(state) & KVD_UNOWNED))
 		pool->mm->accounts[f->tenant]->nr[state]++;
 	if (!f->nr_events && state == KVD_ABSENT) {
 		/* Never covered by an extent: stays as it is. */
@@ -187,7 +161,7 @@ void kvd_frame_adopt(struct kvd_pool *pool, u32 pfn, u32 state)
 	}
 	f->state = (u8)state;
 	f->check = kvd_frame_check_word(f);
-	in_order();
+	kvd_in_order();
 	undo->valid = 0;
 	kvd_crash_point();
 }
@@ -205,11 +179,11 @@ void kvd_frame_set(struct kvd_pool *pool, u32 pfn, u32 state, u32 event, u64 ses
 		kv_assert(may[from] & BIT(state));
 		pool->nr[from]--;
 		pool->nr[state]++;
-		if (!(BIT(from) & UNOWNED)) {
+		if (!(BIT(from) & KVD_UNOWNED)) {
 			kv_assert(pool->mm->accounts[f->tenant]->nr[from] > 0);
 			pool->mm->accounts[f->tenant]->nr[from]--;
 		}
-		if (!(BIT(state) & UNOWNED))
+		if (!(BIT(state) & KVD_UNOWNED))
 			pool->mm->accounts[f->tenant]->nr[state]++;
 		f->state = (u8)state;
 	}
@@ -223,7 +197,7 @@ void kvd_frame_set(struct kvd_pool *pool, u32 pfn, u32 state, u32 event, u64 ses
 	kvd_crash_point();
 	f->check = check_word(f);
 	if (pool->mm->undo) {
-		in_order();
+		kvd_in_order();
 		pool->mm->undo->valid = 0;
 		kvd_crash_point();
 	}

@@ -8,9 +8,10 @@
  *	lists, counters and charges are rebuilt from them. Volatile links live beside them in
  *	struct kvd_link.
  *
- * State is changed by kvd_frame_set() alone, which checks the step against the legality
- *	table in page.c, moves the counters of pool and tenant, notes the event and renews the
- *	check word.
+ * State is changed by kvd_frame_set(), which checks the step against the legality table in
+ *	page.c, moves the counters of pool and tenant, notes the event and renews the check
+ *	word; and, for the pages of one request, by the loops over mm/change.h, which do the
+ *	same with the counters moved once.
  *
  *	ABSENT -> FREE                     extent added
  *	FREE -> ACTIVE | MAGAZINE          alloc, stock

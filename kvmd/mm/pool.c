@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * mm/pool.c - pools, and the life of one page: taken, killed, released.   (tour 6/12)
+ * mm/pool.c - pools, and the end of a page: killed, released.
  *
  * Loop thread only.
  */
@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "base/mutant.h"
+#include "kvmd/mm/change.h"
 
 static int region_get(struct kvd_mm *mm, struct kvd_region *r, enum kvd_region_kind kind,
 		      u32 pool_id, u64 size_bytes)
@@ -337,36 +338,6 @@ void kvd_pool_destroy(struct kvd_pool *pool)
 	free(pool);
 }
 
-u32 kvd_pool_take(struct kvd_pool *pool, u32 state, u16 tenant, u64 session,
-		  bool clean_first, bool *ret_dirty)
-{
-	u32 pfn = kvd_freelist_take(pool, clean_first);
-	struct kvd_frame *f = &pool->frames[pfn];
-	bool foreign;
-
-	kv_assert(session && f->state == KVD_FREE && f->refs == 0);
-	kv_assert(state == KVD_ACTIVE || state == KVD_MAGAZINE);
-	kvd_frame_touch(pool, pfn);
-	/*
-	 * Once a page may hold another session's bytes it counts as such until it is
-	 * sealed, that is, written from end to end: we do not see whether the engine
-	 * zeroed it.
-	 */
-	foreign = f->owner && f->owner != session;
-	if (!KV_MUTANT(dirty_flag_lost))
-		foreign |= (f->flags & KVD_FRAME_FOREIGN) != 0;
-	f->flags = foreign ? KVD_FRAME_FOREIGN : 0;
-	f->owner = session;
-	f->tenant = tenant;
-	f->refs = 1;
-	f->tag = kv_tag_make(kvd_gens_live(&pool->mm->gens), KV_TAG_LIVE);
-	kvd_frame_set(pool, pfn, state, state == KVD_ACTIVE ? KVD_EV_ALLOC : KVD_EV_STOCK,
-		      session);
-	kvd_table_set(&pool->table, pfn, f->tag);
-	*ret_dirty = foreign;
-	return pfn;
-}
-
 void kvd_pool_kill(struct kvd_pool *pool, u32 pfn, u32 event, u64 session)
 {
 	struct kvd_frame *f = &pool->frames[pfn];
@@ -381,18 +352,68 @@ void kvd_pool_kill(struct kvd_pool *pool, u32 pfn, u32 event, u64 session)
 	kvd_table_set(&pool->table, pfn, f->tag);
 	pool->mm->accounts[f->tenant]->quarantine_bytes += pool->geo.stride_bytes;
 	if (KV_MUTANT(no_quarantine)) {
-		pool->mm->ops->quarantine_done(pool, pfn);
+		struct kvd_pfn_list page = {KVD_PFN_NONE, KVD_PFN_NONE, 0};
+
+		kvd_pfn_list_add_tail(pool->links, &page, pfn);
+		kvd_pool_release(pool, &page, 1);
 		return;
 	}
 	kvd_grace_add(&pool->quarantine, pfn);
 }
 
-void kvd_pool_release(struct kvd_pool *pool, u32 pfn)
-{
-	struct kvd_frame *f = &pool->frames[pfn];
+/* What is counted once for a run of pages of one tenant and one extent. */
+struct release_run {
+	u32 tenant, index, nr;
+};
 
-	kv_assert(f->state == KVD_QUARANTINE && f->refs == 0 && !kv_tag_live(f->tag));
-	pool->mm->accounts[f->tenant]->quarantine_bytes -= pool->geo.stride_bytes;
-	kvd_frame_set(pool, pfn, KVD_FREE, KVD_EV_RELEASE, 0);
-	kvd_freelist_put(pool, pfn);
+static void run_end(struct kvd_pool *pool, struct release_run *run)
+{
+	if (!run->nr)
+		return;
+	pool->mm->accounts[run->tenant]->quarantine_bytes -=
+		run->nr * pool->geo.stride_bytes;
+	kvd_frames_moved(pool, run->tenant, KVD_QUARANTINE, KVD_FREE, run->nr);
+	kvd_freelist_placed(pool, run->index);
+	pool->mm->ops->released(pool, run->tenant, run->nr);
+	run->nr = 0;
+}
+
+static inline void release_one(struct kvd_pool *pool, u32 pfn, struct release_run *run)
+{
+	u32 index = kvd_pool_extent_of(pool, pfn), kind;
+	struct kvd_extent *e = &pool->extents[index];
+	u64 w[KVD_WORDS];
+
+	kvd_change_begin(pool, pfn, w);
+	kv_assert(kvd_w_state(w) == KVD_QUARANTINE && !kvd_w_refs(w) &&
+		  !kv_tag_live(w[KVD_W_TAG]));
+	if (run->tenant != kvd_w_tenant(w) || run->index != index) {
+		run_end(pool, run);
+		run->tenant = kvd_w_tenant(w);
+		run->index = index;
+	}
+	run->nr++;
+	kvd_change_end(pool, pfn, w, 0, KVD_FREE, KVD_EV_RELEASE, 0);
+	kind = w[KVD_W_OWNER] ? KVD_FREE_USED : KVD_FREE_CLEAN;
+	kvd_pfn_list_add_head(pool->links, &e->free.pages[kind], pfn);
+	pool->free.nr[kind]++;
+	e->nr_free++;
+}
+
+u32 kvd_pool_release(struct kvd_pool *pool, struct kvd_pfn_list *pages, u32 max)
+{
+	struct release_run run = {0};
+	u32 nr = KV_MIN(pages->nr, max), pfn = pages->head;
+
+	for (u32 i = 0; i < nr; i++) {
+		u32 next = pool->links[pfn].next;
+
+		kvd_change_prefetch(pool, next);
+		pool->links[pfn].batch = NULL;
+		release_one(pool, pfn, &run);
+		pfn = next;
+	}
+	run_end(pool, &run);
+	kvd_pfn_list_cut(pool->links, pages, pfn, nr);
+	return nr;
 }

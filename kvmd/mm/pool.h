@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * mm/pool.h - a pool (pages of one domain and layout on one GPU) and the loop's memory
- * state. (tour 6/12) struct kvd_mm is the memory half of the core: backend, generations,
+ * state. struct kvd_mm is the memory half of the core: backend, generations,
  * grace periods, pools, clock. mm/ knows tenants only as struct kvd_account by index,
  * sessions only as struct kvd_reader. What own/ must do when a grace period ends or a
  * page is evicted goes up through struct kvd_mm_ops. Loop thread only.
@@ -36,8 +36,8 @@ struct kvd_pool_counters {
 
 /**
  * struct kvd_mm_ops - what mm/ asks of own/; all mandatory
- * @quarantine_done: no step can touch @pfn any more: drop its charge; the page is FREE
- *	when this returns
+ * @released: @nr pages of @tenant are FREE: no step can touch them any more; drop their
+ *	charge
  * @seal_done: @pfn may be found from now on
  * @evict: take CACHED @pfn out of the index; it goes to QUARANTINE, or to a tier first.
  *	Return: 0; -EAGAIN: not now, it stays CACHED
@@ -49,7 +49,7 @@ struct kvd_pool_counters {
  * @stalled: @r has held back a grace period for too long; called once per stall
  */
 struct kvd_mm_ops {
-	void (*quarantine_done)(struct kvd_pool *pool, u32 pfn);
+	void (*released)(struct kvd_pool *pool, u32 tenant, u32 nr);
 	void (*seal_done)(struct kvd_pool *pool, u32 pfn);
 	int (*evict)(struct kvd_pool *pool, u32 pfn);
 	bool (*may_grow)(struct kvd_pool *pool);
@@ -270,20 +270,18 @@ static inline u32 kvd_pool_extent_of(const struct kvd_pool *pool, u32 pfn)
 }
 
 /**
- * kvd_pool_take() - take a FREE page and make it live for a session
- * @state: KVD_ACTIVE or KVD_MAGAZINE
- * @tenant: who pays; the caller has charged it
- * @session: client id
- * @clean_first: see kvd_freelist_take()
- * @ret_dirty: the page may hold bytes of another session
+ * kvd_grace_add() - a page waits
  *
- * The caller has checked that a FREE page and generations are there. Publishes nothing
- * yet.
- *
- * Return: pfn.
+ * It is on no list; its new tag is stored and logged.
  */
-u32 kvd_pool_take(struct kvd_pool *pool, u32 state, u16 tenant, u64 session,
-		  bool clean_first, bool *ret_dirty);
+static inline void kvd_grace_add(struct kvd_batch_set *set, u32 pfn)
+{
+	struct kvd_batch *b = kvd_grace_open(set);
+
+	kvd_pfn_list_add_tail(b->pool->links, &b->pages, pfn);
+	b->pool->links[pfn].batch = b;
+	b->pool->mm->grace.nr_pages[b->kind]++;
+}
 
 /**
  * kvd_pool_kill() - the page dies: further generation without LIVE, logged, QUARANTINE
@@ -293,7 +291,13 @@ u32 kvd_pool_take(struct kvd_pool *pool, u32 state, u16 tenant, u64 session,
  */
 void kvd_pool_kill(struct kvd_pool *pool, u32 pfn, u32 event, u64 session);
 
-/** kvd_pool_release() - QUARANTINE -> FREE; called by mm_ops.quarantine_done only */
-void kvd_pool_release(struct kvd_pool *pool, u32 pfn);
+/**
+ * kvd_pool_release() - QUARANTINE -> FREE: no step can touch them any more
+ * @pages: a batch's list; they leave it from its head
+ * @max: at most so many
+ *
+ * Return: how many.
+ */
+u32 kvd_pool_release(struct kvd_pool *pool, struct kvd_pfn_list *pages, u32 max);
 
 #endif /* KVD_POOL_H */

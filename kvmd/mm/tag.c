@@ -72,35 +72,14 @@ int kvd_gens_adopt(struct kvd_gens *g, u64 nr)
 	return r;
 }
 
-static u64 gens_next(struct kvd_gens *g)
+void kvd_gens_refill(struct kvd_gens *g)
 {
 	struct kvd_gen_source *src = g->source;
 
-	if (__builtin_expect(g->next == g->end, 0)) {
-		kv_assert(source_left(src) > 0);
-		g->next = src->next;
-		g->end = src->next + KV_MIN(KVD_GEN_BLOCK, source_left(src));
-		src->next = g->end;
-	}
-	kv_assert(g->next <= KV_TAG_GEN_MAX);
-	return g->next++;
-}
-
-u64 kvd_gens_live(struct kvd_gens *g)
-{
-	u64 gen = gens_next(g);
-
-	if (KV_MUTANT(gen_repeat) && (gen & 1))
-		g->next--;
-	g->reserved++;
-	return gen;
-}
-
-u64 kvd_gens_dead(struct kvd_gens *g)
-{
-	kv_assert(g->reserved > 0);
-	g->reserved--;
-	return gens_next(g);
+	kv_assert(source_left(src) > 0);
+	g->next = src->next;
+	g->end = src->next + KV_MIN(KVD_GEN_BLOCK, source_left(src));
+	src->next = g->end;
 }
 
 void kvd_table_init(struct kvd_table *t, void *addr, u32 pool_id, u64 fingerprint,
@@ -123,24 +102,6 @@ void kvd_table_init(struct kvd_table *t, void *addr, u32 pool_id, u64 fingerprin
 	t->head = 0;
 	t->published = 0;
 	t->used_pages = 0;
-}
-
-void kvd_table_set(struct kvd_table *t, u32 pfn, u64 tag)
-{
-	struct kv_log_entry *e = &t->log[t->head % KV_LOG_ENTRIES];
-
-	kv_assert(pfn < t->used_pages && tag > t->tags[pfn]);
-	kv_store_release64(&t->tags[pfn], tag);
-	if (KV_MUTANT(log_after_head))
-		kv_store_release64(&t->shared->log_head.word, t->head + 1);
-	/* Release, so that an entry we overwrite stays behind the log_head that allows
-	 * it. */
-	kv_store_release64(&e->tag, tag);
-	kv_store_release32(&e->pfn, pfn);
-	kv_store_release32(&e->sequence, (u32)t->head);
-	t->head++;
-	if (t->head - t->published >= KV_LOG_BATCH_MAX)
-		kvd_table_publish(t);
 }
 
 void kvd_table_publish(struct kvd_table *t)

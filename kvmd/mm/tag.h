@@ -14,6 +14,8 @@
 #define KVD_TAG_H
 
 #include <errno.h>
+#include "base/assert.h"
+#include "base/mutant.h"
 #include "kv/abi.h"
 #include "kv/tag.h"
 #include "kvmd/mm/env.h"
@@ -68,11 +70,36 @@ int kvd_gens_reserve(struct kvd_gens *g, u64 nr);
  * Return: as kvd_gens_reserve() */
 int kvd_gens_adopt(struct kvd_gens *g, u64 nr);
 
+/** kvd_gens_refill() - the next block of the source; used by kvd_gens_next() */
+void kvd_gens_refill(struct kvd_gens *g);
+
+/** kvd_gens_next() - used by the two below */
+static inline u64 kvd_gens_next(struct kvd_gens *g)
+{
+	if (__builtin_expect(g->next == g->end, 0))
+		kvd_gens_refill(g);
+	kv_assert(g->next <= KV_TAG_GEN_MAX);
+	return g->next++;
+}
+
 /** kvd_gens_live() - next generation for a page that comes to life; reserved before */
-u64 kvd_gens_live(struct kvd_gens *g);
+static inline u64 kvd_gens_live(struct kvd_gens *g)
+{
+	u64 gen = kvd_gens_next(g);
+
+	if (KV_MUTANT(gen_repeat) && (gen & 1))
+		g->next--;
+	g->reserved++;
+	return gen;
+}
 
 /** kvd_gens_dead() - next generation for a page that dies; cannot fail */
-u64 kvd_gens_dead(struct kvd_gens *g);
+static inline u64 kvd_gens_dead(struct kvd_gens *g)
+{
+	kv_assert(g->reserved > 0);
+	g->reserved--;
+	return kvd_gens_next(g);
+}
 
 /**
  * struct kvd_table - writer's side of a published table
@@ -95,15 +122,31 @@ struct kvd_table {
 void kvd_table_init(struct kvd_table *t, void *addr, u32 pool_id, u64 fingerprint,
 		    u64 table_epoch, u32 nr_pages, u64 grace_epoch);
 
+/** kvd_table_publish() - store log_head for all entries so far; cheap when there are none
+ */
+void kvd_table_publish(struct kvd_table *t);
+
 /**
  * kvd_table_set() - store a tag and its log entry; readers see the entry after
  *	kvd_table_publish(). Publishes by itself when KV_LOG_BATCH_MAX entries wait
  */
-void kvd_table_set(struct kvd_table *t, u32 pfn, u64 tag);
+static inline void kvd_table_set(struct kvd_table *t, u32 pfn, u64 tag)
+{
+	struct kv_log_entry *e = &t->log[t->head % KV_LOG_ENTRIES];
 
-/** kvd_table_publish() - store log_head for all entries so far; cheap when there are none
- */
-void kvd_table_publish(struct kvd_table *t);
+	kv_assert(pfn < t->used_pages && tag > t->tags[pfn]);
+	kv_store_release64(&t->tags[pfn], tag);
+	if (KV_MUTANT(log_after_head))
+		kv_store_release64(&t->shared->log_head.word, t->head + 1);
+	/* Release, so that an entry we overwrite stays behind the log_head that allows
+	 * it. */
+	kv_store_release64(&e->tag, tag);
+	kv_store_release32(&e->pfn, pfn);
+	kv_store_release32(&e->sequence, (u32)t->head);
+	t->head++;
+	if (t->head - t->published >= KV_LOG_BATCH_MAX)
+		kvd_table_publish(t);
+}
 
 /** kvd_table_use() - raise used_pages to cover @nr_pages; before a tag up there is stored
  */

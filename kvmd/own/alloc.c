@@ -9,6 +9,7 @@
 #include "kvmd/own/lease.h"
 #include <errno.h>
 #include "base/mutant.h"
+#include "kvmd/mm/change.h"
 #include "kvmd/own/core.h"
 #include "kvmd/own/turn.h"
 
@@ -227,11 +228,70 @@ static inline void told(struct kvd_session *s, int r)
 		kvd_turn_served(s, s->core->mm.now_ns);
 }
 
+/* A FREE page becomes the session's: live, one reference. */
+static inline void take_one(struct kvd_session *s, struct kvd_attach *a, u32 state,
+			    u32 pfn, struct kv_grant *ret)
+{
+	struct kvd_pool *pool = a->pool;
+	u64 w[KVD_WORDS];
+	bool foreign;
+
+	kvd_change_begin(pool, pfn, w);
+	kv_assert(kvd_w_state(w) == KVD_FREE && !kvd_w_refs(w));
+	/*
+	 * Once a page may hold another session's bytes it counts as such until it is
+	 * sealed, that is, written from end to end: we do not see whether the engine
+	 * zeroed it.
+	 */
+	foreign = w[KVD_W_OWNER] && w[KVD_W_OWNER] != s->id;
+	if (!KV_MUTANT(dirty_flag_lost))
+		foreign |= (kvd_w_flags(w) & KVD_FRAME_FOREIGN) != 0;
+	w[KVD_W_TAG] = kv_tag_make(kvd_gens_live(&pool->mm->gens), KV_TAG_LIVE);
+	w[KVD_W_OWNER] = s->id;
+	kvd_w_set_refs(w, 1);
+	kvd_w_set_tenant(w, s->tenant->index);
+	kvd_w_set_flags(w, foreign ? KVD_FRAME_FOREIGN : 0);
+	kvd_lease_hold(a, pfn);
+	kvd_change_end(pool, pfn, w,
+		       1u << KVD_W_TAG | 1u << KVD_W_OWNER | 1u << KVD_W_PFN_REFS, state,
+		       state == KVD_ACTIVE ? KVD_EV_ALLOC : KVD_EV_STOCK, s->id);
+	kvd_table_set(&pool->table, pfn, w[KVD_W_TAG]);
+	ret->pfn = pfn;
+	ret->flags = foreign ? KV_GRANT_DIRTY : 0;
+	ret->tag = w[KVD_W_TAG];
+}
+
+/* @nr pages that are charged, on the free list and have generations. Nothing is published
+ * yet. */
+static void take(struct kvd_session *s, struct kvd_attach *a, u32 state, u32 nr, u32 gfp,
+		 struct kv_grant *ret_grants)
+{
+	struct kvd_pool *pool = a->pool;
+	struct kvd_free_run run;
+	u32 done = 0;
+
+	kv_assert(s->id);
+	while (done < nr) {
+		u32 pfn = kvd_freelist_run(pool, gfp & KV_GFP_ZERO, nr - done, &run);
+
+		for (u32 i = 0; i < run.nr; i++) {
+			u32 next = pool->links[pfn].next;
+
+			kvd_change_prefetch(pool, next);
+			take_one(s, a, state, pfn, &ret_grants[done++]);
+			pfn = next;
+		}
+		kvd_freelist_run_taken(pool, &run, pfn);
+	}
+	kvd_frames_moved(pool, s->tenant->index, KVD_FREE, state, nr);
+	pool->nr_allocs += nr;
+	s->tenant->allocs += nr;
+}
+
 int kvd_lease_alloc(struct kvd_session *s, struct kvd_attach *a, u32 nr, u32 gfp,
 		    struct kv_grant *ret_grants, u32 *ret_pending)
 {
 	struct kvd_pool *pool = a->pool;
-	bool clean_first = gfp & KV_GFP_ZERO, dirty;
 	int r;
 
 	kv_assert(s->state == KVD_SESSION_LIVE && pool);
@@ -242,18 +302,8 @@ int kvd_lease_alloc(struct kvd_session *s, struct kvd_attach *a, u32 nr, u32 gfp
 		told(s, r);
 	if (r)
 		return r;
-	for (u32 i = 0; i < nr; i++) {
-		u32 pfn = kvd_pool_take(pool, KVD_ACTIVE, s->tenant->index, s->id,
-					clean_first, &dirty);
-
-		kvd_lease_hold(a, pfn);
-		ret_grants[i].pfn = pfn;
-		ret_grants[i].flags = dirty ? KV_GRANT_DIRTY : 0;
-		ret_grants[i].tag = pool->frames[pfn].tag;
-	}
+	take(s, a, KVD_ACTIVE, nr, gfp, ret_grants);
 	kvd_table_publish(&pool->table);
-	pool->nr_allocs += nr;
-	s->tenant->allocs += nr;
 	return 0;
 }
 
@@ -299,10 +349,9 @@ int kvd_lease_stock(struct kvd_session *s, struct kvd_attach *a, u32 mag, u32 nr
 		    u32 *ret_nr, u32 *ret_pending)
 {
 	struct kvd_magazine *m = &s->mags[mag % KV_MAGAZINES];
-	u32 slots[KV_MAGAZINE_SLOTS], pfns[KV_MAGAZINE_SLOTS], room;
-	bool dirties[KV_MAGAZINE_SLOTS];
+	struct kv_grant grants[KV_MAGAZINE_SLOTS];
+	u32 slots[KV_MAGAZINE_SLOTS], room;
 	struct kvd_pool *pool = a->pool;
-	bool dirty;
 	int r;
 
 	kv_assert(s->state == KVD_SESSION_LIVE && pool);
@@ -325,23 +374,15 @@ int kvd_lease_stock(struct kvd_session *s, struct kvd_attach *a, u32 mag, u32 nr
 		told(s, r);
 	if (r)
 		return r;
-	for (u32 i = 0; i < nr; i++) {
-		u32 pfn = kvd_pool_take(pool, KVD_MAGAZINE, s->tenant->index, s->id,
-					gfp & KV_GFP_ZERO, &dirty);
-
-		kvd_lease_hold(a, pfn);
-		pool->links[pfn].next = mag << 8 | slots[i];
-		pfns[i] = pfn;
-		dirties[i] = dirty;
-	}
+	take(s, a, KVD_MAGAZINE, nr, gfp, grants);
+	for (u32 i = 0; i < nr; i++)
+		pool->links[grants[i].pfn].next = mag << 8 | slots[i];
 	/* The words come last: a page may be popped and checked the moment its word is
 	 * there. */
 	kvd_table_publish(&pool->table);
 	for (u32 i = 0; i < nr; i++)
-		kvd_mag_put(m, &s->page->magazines[mag], slots[i], pfns[i],
-			    pool->frames[pfns[i]].tag, dirties[i]);
-	pool->nr_allocs += nr;
-	s->tenant->allocs += nr;
+		kvd_mag_put(m, &s->page->magazines[mag], slots[i], grants[i].pfn,
+			    grants[i].tag, grants[i].flags & KV_GRANT_DIRTY);
 	*ret_nr = nr;
 	return 0;
 }

@@ -23,7 +23,7 @@ static void core_stalled(struct kvd_mm *mm, struct kvd_reader *r)
 }
 
 static const struct kvd_mm_ops core_mm_ops = {
-	.quarantine_done = kvd_lease_quarantine_done,
+	.released = kvd_lease_released,
 	.seal_done = kvd_prefix_seal_done,
 	.evict = kvd_spill_evict,
 	.may_grow = kvd_domain_may_grow,
@@ -195,11 +195,11 @@ u64 kvd_core_run(struct kvd_core *core)
 	bool waited = kvd_grace_nr_waiting(&mm->grace) != 0;
 	bool more = kvd_session_turn(core);
 
-	more |= kvd_grace_advance(mm);
+	more |= kvd_grace_turn(mm);
 	if (kvd_reclaim_run(mm))
 		more = true;
 	if (!list_empty(&mm->grace.open))
-		more |= kvd_grace_advance(mm);
+		more |= kvd_grace_turn(mm);
 	if (waited || kvd_grace_nr_waiting(&mm->grace)) {
 		for (u32 i = 0; i < KVD_DOMAINS_MAX; i++) {
 			if (core->domains[i])

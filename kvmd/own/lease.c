@@ -9,22 +9,14 @@
 #include <errno.h>
 #include <string.h>
 #include "base/mutant.h"
+#include "kvmd/mm/change.h"
 #include "kvmd/own/core.h"
 #include "kvmd/own/turn.h"
 
 /* Pages that a batch fetches ahead of the one it works on. */
 #define PREFETCH_AHEAD 4u
 
-void kvd_lease_hold(struct kvd_attach *a, u32 pfn)
-{
-	kvd_crash_point();
-	if (a->refs[pfn]++ == 0) {
-		a->held[pfn / 64] |= 1ull << (pfn % 64);
-		a->nr_held++;
-	}
-}
-
-static void lease_unhold(struct kvd_attach *a, u32 pfn, u32 nr)
+static inline void lease_unhold(struct kvd_attach *a, u32 pfn, u32 nr)
 {
 	kv_assert(a->refs[pfn] >= nr);
 	a->refs[pfn] -= (u16)nr;
@@ -111,18 +103,59 @@ static bool refs_in_range(const struct kvd_attach *a, const struct kv_page_ref *
  */
 static inline void lease_prefetch(const struct kvd_attach *a, u32 pfn)
 {
-	__builtin_prefetch(&a->pool->frames[pfn], 1);
-	__builtin_prefetch(&a->pool->frames[pfn].past, 1);
+	kvd_change_prefetch(a->pool, pfn);
 	__builtin_prefetch(&a->refs[pfn], 1);
 	__builtin_prefetch(&a->held[pfn / 64], 1);
-	__builtin_prefetch(&a->pool->table.tags[pfn], 1);
-	__builtin_prefetch(&a->pool->links[pfn], 1);
+}
+
+/* The session's own page, its one reference, in no index: what most frees name. As in
+ * kvd_lease_holds() all is looked at, whatever the first word says. */
+static inline bool lease_is_plain(const struct kvd_session *s, const struct kvd_attach *a,
+				  u32 pfn, u64 tag)
+{
+	const struct kvd_frame *f = &a->pool->frames[pfn];
+	u64 other = (kv_tag_gen(f->tag) ^ kv_tag_gen(tag)) | !kv_tag_live(f->tag);
+
+	other |= (f->state ^ KVD_ACTIVE) | (f->refs ^ 1) | (a->refs[pfn] ^ 1u);
+	other |= (f->flags & ~KVD_FRAME_FOREIGN) | (f->tenant ^ s->tenant->index);
+	return !other && !KV_MUTANT(no_quarantine);
+}
+
+/* Such a page's end, as lease_put() and kvd_pool_kill() make it, but for what is counted
+ * once for all (plain_end()). */
+static inline void plain_free(struct kvd_session *s, struct kvd_attach *a, u32 pfn)
+{
+	struct kvd_pool *pool = a->pool;
+	struct kvd_batch *b;
+	u64 w[KVD_WORDS];
+
+	kvd_change_begin(pool, pfn, w);
+	lease_unhold(a, pfn, 1);
+	kvd_crash_point();
+	w[KVD_W_TAG] = kv_tag_make(kvd_gens_dead(&pool->mm->gens), 0);
+	kvd_w_set_refs(w, 0);
+	kvd_w_set_parent(w, KVD_PFN_NONE);
+	kvd_change_end(pool, pfn, w,
+		       1u << KVD_W_TAG | 1u << KVD_W_PFN_REFS | 1u << KVD_W_CRC_PARENT,
+		       KVD_QUARANTINE, KVD_EV_FREE, s->id);
+	kvd_table_set(&pool->table, pfn, w[KVD_W_TAG]);
+	b = kvd_grace_open(&pool->quarantine);
+	kvd_pfn_list_add_tail(pool->links, &b->pages, pfn);
+	pool->links[pfn].batch = b;
+}
+
+static void plain_end(struct kvd_session *s, struct kvd_pool *pool, u32 nr)
+{
+	kvd_frames_moved(pool, s->tenant->index, KVD_ACTIVE, KVD_QUARANTINE, nr);
+	s->tenant->account.quarantine_bytes += nr * pool->geo.stride_bytes;
+	pool->mm->grace.nr_pages[KVD_BATCH_QUARANTINE] += nr;
+	pool->nr_frees += nr;
 }
 
 int kvd_lease_free(struct kvd_session *s, struct kvd_attach *a,
 		   const struct kv_page_ref *refs, u32 nr, u32 *ret_nr, u32 *ret_first)
 {
-	u32 done = 0, first = nr;
+	u32 done = 0, plain = 0, first = nr;
 
 	kv_assert(s->state == KVD_SESSION_LIVE && a->pool);
 	if (!refs_in_range(a, refs, nr))
@@ -134,6 +167,11 @@ int kvd_lease_free(struct kvd_session *s, struct kvd_attach *a,
 
 		if (i + PREFETCH_AHEAD < nr)
 			lease_prefetch(a, refs[i + PREFETCH_AHEAD].pfn);
+		if (lease_is_plain(s, a, pfn, refs[i].tag)) {
+			plain_free(s, a, pfn);
+			plain++;
+			continue;
+		}
 		if (!kvd_lease_holds(s, a, pfn, refs[i].tag)) {
 			first = KV_MIN(first, i);
 			if (KV_MUTANT(double_free_ok))
@@ -145,6 +183,8 @@ int kvd_lease_free(struct kvd_session *s, struct kvd_attach *a,
 		lease_put(s, a, pfn, 1, event);
 		done++;
 	}
+	plain_end(s, a->pool, plain);
+	done += plain;
 	kvd_table_publish(&a->pool->table);
 	if (done)
 		kvd_turn_gave(s);
@@ -327,13 +367,11 @@ int kvd_lease_revoke(struct kvd_pool *pool, u32 pfn, u64 tag)
 	return 0;
 }
 
-void kvd_lease_quarantine_done(struct kvd_pool *pool, u32 pfn)
+void kvd_lease_released(struct kvd_pool *pool, u32 tenant, u32 nr)
 {
-	struct kvd_core *core = kvd_core_of(pool->mm);
-	struct kvd_tenant *t = core->tenants[pool->frames[pfn].tenant];
+	struct kvd_tenant *t = kvd_core_of(pool->mm)->tenants[tenant];
 
 	kv_assert(t);
 	if (!KV_MUTANT(charge_leak))
-		kvd_charge_drop(t, pool, 1);
-	kvd_pool_release(pool, pfn);
+		kvd_charge_drop(t, pool, nr);
 }

@@ -83,7 +83,14 @@ int kvd_lease_get(struct kvd_session *s, struct kvd_attach *a, u32 pfn, u32 even
 
 /** kvd_lease_hold() - note a reference of the session; the record's count is the caller's
  */
-void kvd_lease_hold(struct kvd_attach *a, u32 pfn);
+static inline void kvd_lease_hold(struct kvd_attach *a, u32 pfn)
+{
+	kvd_crash_point();
+	if (a->refs[pfn]++ == 0) {
+		a->held[pfn / 64] |= 1ull << (pfn % 64);
+		a->nr_held++;
+	}
+}
 
 /** kvd_lease_popped() - the session took the page of this slot out of its magazine */
 void kvd_lease_popped(struct kvd_session *s, struct kvd_magazine *m, u32 slot);
@@ -119,7 +126,7 @@ u32 kvd_lease_drop_some(struct kvd_session *s, struct kvd_attach *a, u32 event,
  */
 int kvd_lease_revoke(struct kvd_pool *pool, u32 pfn, u64 tag);
 
-/** kvd_lease_quarantine_done() - kvd_mm_ops.quarantine_done */
-void kvd_lease_quarantine_done(struct kvd_pool *pool, u32 pfn);
+/** kvd_lease_released() - kvd_mm_ops.released */
+void kvd_lease_released(struct kvd_pool *pool, u32 tenant, u32 nr);
 
 #endif /* KVD_LEASE_H */
