@@ -11,7 +11,7 @@
  *
  *	kvd_change_begin(pool, pfn, w);
  *	w[KVD_W_TAG] = ...;			and what belongs to it in a lease
- *	kvd_change_end(pool, pfn, w, KVD_QUARANTINE, KVD_EV_FREE, session);
+ *	kvd_change_end(pool, pfn, w, 1u << KVD_W_TAG, KVD_QUARANTINE, KVD_EV_FREE, session);
  *
  * Loop thread only.
  */
@@ -138,8 +138,10 @@ static inline void kvd_change_begin(const struct kvd_pool *pool, u32 pfn, u64 *w
 	for (u32 i = 0; i < KVD_WORDS; i++)
 		w[i] = f[i];
 	kv_assert((u32)w[KVD_W_PFN_REFS] == pfn);
-	if (undo) {
-		kv_assert(!undo->valid);
+	if (undo && undo->valid) {
+		/* kvd_frame_touch() has begun it. */
+		kv_assert(undo->pfn == pfn && undo->pool_id == pool->id);
+	} else if (undo) {
 		undo->pool_id = pool->id;
 		undo->pfn = pfn;
 		memcpy(undo->image, f, sizeof(undo->image));

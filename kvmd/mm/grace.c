@@ -303,7 +303,7 @@ static bool epoch_advance(struct kvd_mm *mm)
 		return false;
 	}
 	g->epoch++;
-	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+	for (u32 i = 0; i < mm->pools_end; i++) {
 		if (!mm->pools[i])
 			continue;
 		kvd_table_publish(&mm->pools[i]->table);

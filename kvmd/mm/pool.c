@@ -220,6 +220,7 @@ int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
 	pool->next_serial = first_serial(mm);
 	hdr_format(pool);
 	mm->pools[slot] = pool;
+	mm->pools_end = KV_MAX(mm->pools_end, slot + 1);
 	*ret_pool = pool;
 	return 0;
 free_extents:
@@ -293,6 +294,7 @@ int kvd_pool_adopt(struct kvd_mm *mm, u32 id, void *owner, struct kvd_reader_gro
 	pool->tokens_region = *tokens;
 	pool_setup(pool);
 	mm->pools[id - 1] = pool;
+	mm->pools_end = KV_MAX(mm->pools_end, id);
 	*ret_pool = pool;
 	return 0;
 free_extents:
@@ -326,6 +328,8 @@ void kvd_pool_destroy(struct kvd_pool *pool)
 	}
 	kv_assert(mm->pools[pool->id - 1] == pool);
 	mm->pools[pool->id - 1] = NULL;
+	while (mm->pools_end && !mm->pools[mm->pools_end - 1])
+		mm->pools_end--;
 	kvd_pool_count(pool, &mm->gone_counters);
 	pool->hdr->magic = 0;
 	kvd_crash_point();

@@ -71,6 +71,7 @@ struct kvd_mm_ops {
  * @gens, @grace: see tag.h, grace.h
  * @extent_bytes_used: all extents, DRAINING ones included
  * @pools: by index; pool_id = index + 1
+ * @pools_end: no pool lies at or behind this index
  * @accounts: by tenant index; NULL = unused; borrowed from own/
  * @lru_clock: counts uses
  * @stall_ns: a slot older than this is a stall
@@ -94,6 +95,7 @@ struct kvd_mm {
 	struct kvd_grace grace;
 	u64 extent_bytes_used;
 	struct kvd_pool *pools[KVD_POOLS_MAX];
+	u32 pools_end;
 	struct kvd_account *accounts[KVD_TENANTS_MAX];
 	u64 lru_clock;
 	u64 stall_ns;

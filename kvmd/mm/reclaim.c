@@ -313,7 +313,7 @@ bool kvd_reclaim_run(struct kvd_mm *mm)
 
 	if (done < KVD_RECLAIM_SLICE)
 		mm->own_debts = mm->own_debts && mm->own_debts_wait;
-	for (u32 p = 0; p < KVD_POOLS_MAX; p++) {
+	for (u32 p = 0; p < mm->pools_end; p++) {
 		struct kvd_pool *pool = mm->pools[p];
 		u32 debt, want, got;
 

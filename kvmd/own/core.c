@@ -163,7 +163,7 @@ static void pressure_tell(struct kvd_core *core, struct kvd_pool *pool)
 
 static void pools_turn(struct kvd_core *core)
 {
-	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+	for (u32 i = 0; i < core->mm.pools_end; i++) {
 		struct kvd_pool *pool = core->mm.pools[i];
 
 		if (!pool)
@@ -201,7 +201,7 @@ u64 kvd_core_run(struct kvd_core *core)
 	if (!list_empty(&mm->grace.open))
 		more |= kvd_grace_turn(mm);
 	if (waited || kvd_grace_nr_waiting(&mm->grace)) {
-		for (u32 i = 0; i < KVD_DOMAINS_MAX; i++) {
+		for (u32 i = 0; i < core->domains_end; i++) {
 			if (core->domains[i])
 				kvd_grace_stalls(mm, &core->domains[i]->group);
 		}

@@ -118,6 +118,7 @@ struct kvd_core {
 	struct kvd_image *image;
 	bool epochs_stored;
 	struct kvd_domain *domains[KVD_DOMAINS_MAX];
+	u32 domains_end;
 	struct kvd_tenant *tenants[KVD_TENANTS_MAX];
 	struct list_node sessions;
 	u32 nr_sessions;

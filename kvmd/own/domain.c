@@ -45,6 +45,7 @@ int kvd_domain_create_at(struct kvd_core *core, u32 id, const char *name,
 	kvd_reader_group_init(&d->group, core->mm.grace.epoch);
 	list_init(&d->tenants);
 	core->domains[id] = d;
+	core->domains_end = KV_MAX(core->domains_end, id + 1);
 	core->unmet_valid = false;
 	kvd_image_domain_set(core->image, id, d->name);
 	*ret_domain = d;
@@ -87,6 +88,8 @@ int kvd_domain_destroy(struct kvd_core *core, struct kvd_domain *domain)
 	}
 	kv_assert(domain->extent_bytes == 0);
 	core->domains[domain->id] = NULL;
+	while (core->domains_end && !core->domains[core->domains_end - 1])
+		core->domains_end--;
 	kvd_image_domain_set(core->image, domain->id, NULL);
 	core->unmet_valid = false;
 	memset(domain->secret, 0, sizeof(domain->secret));

@@ -195,23 +195,27 @@ int kvd_lease_free(struct kvd_session *s, struct kvd_attach *a,
 
 int kvd_lease_get(struct kvd_session *s, struct kvd_attach *a, u32 pfn, u32 event)
 {
-	struct kvd_frame *f = &a->pool->frames[pfn];
-	u32 state = f->state;
+	struct kvd_pool *pool = a->pool;
+	struct kvd_frame *f = &pool->frames[pfn];
+	u32 was = f->state, state = was;
+	u64 w[KVD_WORDS];
 
-	kv_assert(state == KVD_SEALED || state == KVD_CACHED || state == KVD_ACTIVE);
+	kv_assert(was == KVD_SEALED || was == KVD_CACHED || was == KVD_ACTIVE);
 	if (a->refs[pfn] >= KVD_LEASE_REFS_MAX)
 		return -EOVERFLOW;
-	if (state == KVD_CACHED && !KV_MUTANT(evict_pinned)) {
-		kvd_lru_del(a->pool, pfn);
-		kvd_reclaim_hit(a->pool->mm->accounts[f->tenant]);
+	if (was == KVD_CACHED && !KV_MUTANT(evict_pinned)) {
+		kvd_lru_del(pool, pfn);
+		kvd_reclaim_hit(pool->mm->accounts[f->tenant]);
 		state = KVD_SEALED;
 	}
-	kvd_frame_touch(a->pool, pfn);
+	kvd_change_begin(pool, pfn, w);
 	kvd_lease_hold(a, pfn);
 	kvd_crash_point();
 	if (!KV_MUTANT(pin_not_counted))
-		f->refs++;
-	kvd_frame_set(a->pool, pfn, state, event, s->id);
+		kvd_w_set_refs(w, kvd_w_refs(w) + 1);
+	kvd_change_end(pool, pfn, w, 1u << KVD_W_PFN_REFS, state, event, s->id);
+	if (state != was)
+		kvd_frames_moved(pool, kvd_w_tenant(w), was, state, 1);
 	return 0;
 }
 

@@ -10,7 +10,9 @@
 #include <sodium.h>
 #include <string.h>
 #include "base/mutant.h"
+#include "base/siphash.h"
 #include "kvmd/own/core.h"
+#include "kvmd/own/keyhash.h"
 #include "kvmd/own/walk.h"
 
 /* --------------------------------------------------------------------------- keys */
@@ -28,12 +30,13 @@ static void personal_of(u64 fingerprint, u8 *ret)
 static void page_key(const u8 *personal, const u8 *parent_key, const u32 *tokens,
 		     u8 *ret_key)
 {
+	struct kvd_keyhash kh;
+
 	_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
 		       "tokens are hashed as u32 LE");
 
-	kv_assert(!crypto_generichash_blake2b_salt_personal(
-		ret_key, KV_KEY_BYTES, (const u8 *)tokens, KV_PAGE_TOKENS * sizeof(u32),
-		NULL, 0, parent_key, personal));
+	kvd_keyhash_begin(&kh, tokens, parent_key, personal);
+	kvd_keyhash_end(&kh, ret_key);
 }
 
 void kvd_prefix_root_key(const u8 *secret, u64 fingerprint, u8 *ret_key)
@@ -63,13 +66,18 @@ void kvd_prefix_pool_init(struct kvd_pool *pool, const u8 *secret)
 	kvd_walk_pool_init(pool);
 }
 
+/* Tests truncate the hash so that collisions happen (case O42). */
+static inline void key_shorten(const struct kvd_pool *pool, u8 *key)
+{
+	for (u32 bit = pool->key_bits; bit < KV_KEY_BYTES * 8; bit++)
+		key[bit / 8] &= (u8) ~(1u << (bit % 8));
+}
+
 void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
 			 const u32 *tokens, u8 *ret_key)
 {
 	page_key(pool->personal, parent_key, tokens, ret_key);
-	/* Tests truncate the hash so that collisions happen (case O42). */
-	for (u32 bit = pool->key_bits; bit < KV_KEY_BYTES * 8; bit++)
-		ret_key[bit / 8] &= (u8) ~(1u << (bit % 8));
+	key_shorten(pool, ret_key);
 }
 
 /* --------------------------------------------------------------------------- index */
@@ -78,15 +86,10 @@ void kvd_prefix_pool_key(const struct kvd_pool *pool, const u8 *parent_key,
  * SipHash under the root key, which no client knows: SEAL names its parent, so a client can
  * compute keys and would choose the chain that they fall on.
  */
-static u64 key_hash(const struct kvd_pool *pool, const u8 *key)
+static inline u64 key_hash(const struct kvd_pool *pool, const u8 *key)
 {
-	u8 hash[crypto_shorthash_BYTES];
-	u64 h;
+	u64 h = kv_siphash16(key, pool->root_key, 1, 3);
 
-	_Static_assert(crypto_shorthash_KEYBYTES == KV_KEY_BYTES, "root key as hash key");
-	_Static_assert(sizeof(hash) == sizeof(h), "one word");
-	crypto_shorthash(hash, key, KV_KEY_BYTES, pool->root_key);
-	memcpy(&h, hash, sizeof(h));
 	if (KV_MUTANT(index_not_keyed))
 		memcpy(&h, key, sizeof(h));
 	return h;
@@ -303,6 +306,8 @@ int kvd_lookup_start(struct kvd_lookup_op *op)
 	op->walk = KVD_WALK_ROOT;
 	op->ahead = KVD_WALK_AHEAD / 4;
 	op->ahead_keys = 1;
+	op->by_keys = false;
+	op->hashed = 0;
 	memcpy(op->key, op->a->pool->root_key, KV_KEY_BYTES);
 	op->a->pool->nr_lookups++;
 	return 0;
@@ -392,62 +397,124 @@ static int ask_step(struct kvd_lookup_op *op, u32 want, u32 here)
 	return op->nr ? 0 : KV_MISS;
 }
 
-/* Page @op->nr by its @key, which has @hash; @walk is the token hash up to it. */
-static bool lookup_key(struct kvd_lookup_op *op, const u8 *key, u64 hash, u64 walk)
+static struct kvd_lookup_key *key_of(struct kvd_lookup_op *op, u32 page)
 {
+	return &op->keys[page % KV_ARRAY_SIZE(op->keys)];
+}
+
+/* Page @op->nr by its key, which is there. */
+static bool lookup_key(struct kvd_lookup_op *op)
+{
+	const struct kvd_lookup_key *k = key_of(op, op->nr);
 	struct kvd_pool *pool = op->a->pool;
 	struct kvd_frame *f;
 	u32 pfn;
 
-	pfn = find_hashed(pool, hash, key, lookup_tokens(op, op->nr), op->parent,
+	pfn = find_hashed(pool, k->hash, k->key, lookup_tokens(op, op->nr), op->parent,
 			  op->nr == 0);
 	if (pfn == KVD_PFN_NONE)
-		ask_first(op, key);
+		ask_first(op, k->key);
 	if (pfn == KVD_PFN_NONE || !may_hit(op, pfn))
 		return false;
 	f = &pool->frames[pfn];
+	/* Could a walk have found it? Then it may find those behind it. */
+	op->by_keys = pool->links[pfn].walk != k->walk ||
+		      pool->links[pfn].walk_parent != op->parent_gen;
 	/* An orphan's parent is back under a new pfn: the tree needs to know. */
 	if (op->nr && !parent_alive(pool, f) &&
 	    (pool->frames[op->parent].flags & KVD_FRAME_INDEXED))
 		child_link(pool, f, op->parent);
 	if (!pool->links[pfn].walk)
-		kvd_walk_add(pool, pfn, walk);
-	lookup_hit(op, pfn, walk);
+		kvd_walk_add(pool, pfn, k->walk);
+	lookup_hit(op, pfn, k->walk);
+	return true;
+}
+
+/* The head of @page's chain was fetched a while ago: now the entry it names. */
+static inline void fetch_first(struct kvd_lookup_op *op, u32 page)
+{
+	kvd_walk_fetch(op->a, *head_of(op->a->pool, key_of(op, page)->hash));
+}
+
+/* And now, if that one is another key's, the first with the right hash: a chain's links
+ * lie anywhere. */
+static inline void fetch_right(struct kvd_lookup_op *op, u32 page)
+{
+	const struct kvd_pool *pool = op->a->pool;
+	u64 hash = key_of(op, page)->hash;
+	u32 first = *head_of(pool, hash), pfn = first;
+
+	while (pfn != KVD_PFN_NONE && pool->links[pfn].key_hash != (u32)(hash >> 32))
+		pfn = pool->links[pfn].hash_next;
+	if (pfn != first)
+		kvd_walk_fetch(op->a, pfn);
+}
+
+/* Pages whose keys are there and whose memory is still coming. */
+#define KEYS_AHEAD (KVD_LOOKUP_KEYS - 1)
+
+/* The key of page @op->hashed, and in its two halves' shade the hit of the page that is
+ * KEYS_AHEAD before it. Return: was that one a hit? */
+static bool hash_one(struct kvd_lookup_op *op)
+{
+	u32 page = op->hashed;
+	struct kvd_lookup_key *k = key_of(op, page), *before = key_of(op, page - 1);
+	const u32 *tokens = lookup_tokens(op, page);
+	struct kvd_pool *pool = op->a->pool;
+	bool first = page == op->nr;
+	struct kvd_keyhash kh;
+
+	kvd_keyhash_begin(&kh, tokens, first ? op->key : before->key, pool->personal);
+	if (page - op->nr == KEYS_AHEAD && !lookup_key(op))
+		return false;
+	kvd_keyhash_end(&kh, k->key);
+	key_shorten(pool, k->key);
+	if (page - op->nr > 1)
+		fetch_right(op, page - 2);
+	if (!first)
+		fetch_first(op, page - 1);
+	k->hash = key_hash(pool, k->key);
+	__builtin_prefetch(head_of(pool, k->hash));
+	k->walk = kvd_walk_hash(pool, first ? op->walk : before->walk, tokens);
+	kvd_walk_head_fetch(pool, k->walk);
+	op->hashed++;
+	return true;
+}
+
+/* The pages whose keys are there. */
+static bool keys_finish(struct kvd_lookup_op *op)
+{
+	u32 end = op->hashed;
+
+	if (op->nr < end)
+		fetch_first(op, end - 1);
+	if (op->nr + 1 < end)
+		fetch_right(op, end - 2);
+	while (op->nr < end) {
+		if (op->nr + 1 == end)
+			fetch_right(op, op->nr);
+		if (!lookup_key(op))
+			return false;
+	}
 	return true;
 }
 
 /*
- * Up to @max pages by their keys. A key needs the one before it, but not its entry: while
- * one is computed, the memory of the page before comes in. Return: were all of them hits?
+ * @max pages more by their keys, up to page @here at most. A key needs the one before it,
+ * but not its entry, and a hash is a long chain of steps that leaves most of the CPU idle.
+ * So the pages before are worked on between and behind its halves: the chain's head of
+ * one, the entry of the next, and the hit of the third, whose memory is there by then.
+ * What is so under way at the end goes on in the next turn. Return: were all of them hits?
  */
-static bool lookup_hash(struct kvd_lookup_op *op, u32 max)
+static bool lookup_hash(struct kvd_lookup_op *op, u32 max, u32 here)
 {
-	struct kvd_pool *pool = op->a->pool;
-	u8 keys[KVD_HASH_SLICE][KV_KEY_BYTES];
-	u64 walks[KVD_HASH_SLICE], hashes[KVD_HASH_SLICE], walk = op->walk;
-	const u8 *key = op->key;
-	u32 *head = NULL;
-
-	kv_assert(max <= KVD_HASH_SLICE);
-	for (u32 i = 0; i < max; i++) {
-		const u32 *tokens = lookup_tokens(op, op->nr + i);
-
-		kvd_prefix_pool_key(pool, key, tokens, keys[i]);
-		if (head)
-			kvd_walk_fetch(op->a, *head);
-		key = keys[i];
-		hashes[i] = key_hash(pool, key);
-		head = head_of(pool, hashes[i]);
-		__builtin_prefetch(head);
-		walk = kvd_walk_hash(pool, walk, tokens);
-		walks[i] = walk;
-		kvd_walk_head_fetch(pool, walk);
-	}
-	kvd_walk_fetch(op->a, *head);
-	for (u32 i = 0; i < max; i++)
-		if (!lookup_key(op, keys[i], hashes[i], walks[i]))
+	kv_assert(max && op->hashed + max <= here);
+	while (max--)
+		if (!hash_one(op))
 			return false;
-	return true;
+	if (op->hashed < here && op->by_keys && op->ahead_keys == KVD_HASH_SLICE)
+		return true;
+	return keys_finish(op);
 }
 
 /* As far as the walk table leads, @max <= KVD_WALK_AHEAD pages at most. */
@@ -483,16 +550,20 @@ int kvd_lookup_step(struct kvd_lookup_op *op)
 	for (u32 left = KVD_WALK_SLICE; left && op->nr < here;) {
 		u32 max = KV_MIN(KV_MIN(here - op->nr, left), op->ahead), from = op->nr;
 
-		lookup_walk(op, max);
-		left -= op->nr - from;
-		if (op->nr - from == max) {
-			op->ahead = KV_MIN(op->ahead * 4, KVD_WALK_AHEAD);
-			op->ahead_keys = 1;
-			continue;
+		if (!op->by_keys) {
+			lookup_walk(op, max);
+			op->hashed = op->nr;
+			left -= op->nr - from;
+			if (op->nr - from == max) {
+				op->ahead = KV_MIN(op->ahead * 4, KVD_WALK_AHEAD);
+				op->ahead_keys = 1;
+				continue;
+			}
 		}
-		max = KV_MIN(here - op->nr, kv_div_round_up(left, KEY_COST));
+		max = KV_MIN(here - op->hashed, kv_div_round_up(left, KEY_COST));
 		max = KV_MIN(max, op->ahead_keys);
-		if (!lookup_hash(op, max)) {
+		if (!lookup_hash(op, max, here)) {
+			op->hashed = op->nr;
 			if (op->asking && op->asked < want)
 				return -EAGAIN;
 			return op->nr ? 0 : KV_MISS;
@@ -512,4 +583,6 @@ void kvd_lookup_again(struct kvd_lookup_op *op)
 	op->nr_coming = 0;
 	op->ahead = 1;
 	op->ahead_keys = 1;
+	op->by_keys = false;
+	op->hashed = op->nr;
 }

@@ -72,6 +72,20 @@ int kvd_seal_start(struct kvd_seal_op *op);
  */
 int kvd_seal_step(struct kvd_seal_op *op);
 
+/* Keys that are under way at a time: one being hashed, three whose entries come in. */
+#define KVD_LOOKUP_KEYS 4u
+
+/**
+ * struct kvd_lookup_key - a page of a lookup that is looked for by its key
+ * @key, @hash: the key, and what chooses its chain
+ * @walk: token hash up to and with the page
+ */
+struct kvd_lookup_key {
+	u8 key[KV_KEY_BYTES];
+	u64 hash;
+	u64 walk;
+};
+
 /**
  * struct kvd_lookup_op - a LOOKUP in progress; lies in the caller's request
  * @s, @a: as above. When the session ends its pins drop with all others
@@ -85,6 +99,8 @@ int kvd_seal_step(struct kvd_seal_op *op);
  * @key: of page @nr - 1
  * @parent, @parent_gen: pfn and generation of page @nr - 1
  * @walk: token hash up to page @nr - 1 (own/walk.h)
+ * @by_keys: no walk leads on: the next page is looked for by its key
+ * @hashed: pages whose keys have been computed; @keys: of those from @nr on, by page
  * @ahead: pages to try by the next walk: few where the last one ended early
  * @ahead_keys: pages to hash together next: few at first, most misses end there
  * @asking: the run has ended; pages behind it are looked for in the tiers
@@ -105,6 +121,9 @@ struct kvd_lookup_op {
 	u32 parent;
 	u64 parent_gen;
 	u64 walk;
+	bool by_keys;
+	u32 hashed;
+	struct kvd_lookup_key keys[KVD_LOOKUP_KEYS];
 	u32 ahead;
 	u32 ahead_keys;
 	bool asking;

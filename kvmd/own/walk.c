@@ -5,6 +5,9 @@
  * Loop thread only.
  */
 #include "kvmd/own/walk.h"
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #include <sodium.h>
 #include <string.h>
 #include "base/mutant.h"
@@ -23,14 +26,33 @@ void kvd_walk_pool_init(struct kvd_pool *pool)
 	}
 }
 
-u64 kvd_walk_hash(const struct kvd_pool *pool, u64 before, const u32 *tokens)
+/* Each pair of tokens, keyed, as one product. */
+static inline u64 pairs_sum(const u32 *tokens, const u32 *key)
 {
-	const u32 *key = pool->walk_key;
-	unsigned __int128 product;
-	u64 sum = 0, hash;
+#ifdef __SSE2__
+	__m128i sum = _mm_setzero_si128(), t;
+
+	for (u32 i = 0; i < KV_PAGE_TOKENS; i += 4) {
+		t = _mm_add_epi32(_mm_loadu_si128((const __m128i *)(tokens + i)),
+				  _mm_loadu_si128((const __m128i *)(key + i)));
+		sum = _mm_add_epi64(sum, _mm_mul_epu32(t, _mm_srli_epi64(t, 32)));
+	}
+	return (u64)_mm_cvtsi128_si64(sum) +
+	       (u64)_mm_cvtsi128_si64(_mm_unpackhi_epi64(sum, sum));
+#else
+	u64 sum = 0;
 
 	for (u32 i = 0; i < KV_PAGE_TOKENS; i += 2)
 		sum += (u64)(u32)(tokens[i] + key[i]) * (u32)(tokens[i + 1] + key[i + 1]);
+	return sum;
+#endif
+}
+
+u64 kvd_walk_hash(const struct kvd_pool *pool, u64 before, const u32 *tokens)
+{
+	u64 sum = pairs_sum(tokens, pool->walk_key), hash;
+	unsigned __int128 product;
+
 	product = (unsigned __int128)(before ^ 0x9e3779b97f4a7c15ull) *
 		  (sum ^ 0xbf58476d1ce4e5b9ull);
 	hash = (u64)product ^ (u64)(product >> 64);

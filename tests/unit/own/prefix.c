@@ -51,8 +51,10 @@ KVT_TEST(lookup_hashes_16_pages_a_turn)
 	op = lookup_op(64 * KV_PAGE_TOKENS, 0, 64);
 	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
 	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);
-	KVT_EXPECT_EQ(op.nr, 16);
-	KVT_EXPECT_EQ(b->nr_held, 16);
+	/* The entries of the last three are still coming in. */
+	KVT_EXPECT_EQ(op.hashed, KVD_HASH_SLICE);
+	KVT_EXPECT_EQ(op.nr, KVD_HASH_SLICE - KVD_LOOKUP_KEYS + 1);
+	KVT_EXPECT_EQ(b->nr_held, op.nr);
 	/* what is pinned cannot go between two turns, what is not yet may */
 	KVT_EXPECT_EQ(kvd_reclaim_pool(a->pool, s->tenant->index, 10, false), 10);
 	rig_run(&r);
