@@ -59,6 +59,8 @@ KVT_TEST(lookup_hashes_16_pages_a_turn)
 	KVT_EXPECT_EQ(kvd_reclaim_pool(a->pool, s->tenant->index, 10, false), 10);
 	rig_run(&r);
 	rig_audit(&r);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);
+	KVT_EXPECT_EQ(op.hashed, 2 * KVD_HASH_SLICE);
 	KVT_EXPECT_EQ(kvd_lookup_step(&op), 0);
 	KVT_EXPECT_EQ(op.nr, 30);
 	for (u32 i = 0; i < op.nr; i++)
