@@ -32,7 +32,6 @@
 
 #define CHOKED_NS     10000000ull
 #define SPIN_CPUS     4
-#define AUDIT_SLICE   256u
 #define AUDIT_SWEEP_S 60u
 
 /* ------------------------------------------------------------------ signals */
@@ -325,7 +324,7 @@ static void audit_tick(struct kvd *kvd)
 	for (i = 0; i < KVD_POOLS_MAX; i++)
 		if (kvd->core.mm.pools[i])
 			pages += kvd->core.mm.pools[i]->geo.nr_pages;
-	kvd->audit_left = KV_MAX(AUDIT_SLICE, pages / AUDIT_SWEEP_S + 1);
+	kvd->audit_left = KV_MAX(KVD_AUDIT_SLICE, pages / AUDIT_SWEEP_S + 1);
 }
 
 /* Slices of about 50 us, so that nobody waits for the share of a large pool. */
@@ -333,7 +332,7 @@ static void audit_turn(struct kvd *kvd)
 {
 	struct kvd_finding found[4];
 	struct kvd_findings fs = {.list = found, .max = KV_ARRAY_SIZE(found)};
-	u32 nr = KV_MIN(kvd->audit_left, AUDIT_SLICE);
+	u32 nr = KV_MIN(kvd->audit_left, KVD_AUDIT_SLICE);
 
 	kvd->audit_left -= nr;
 	if (kvd_audit_slice(&kvd->core, nr, &fs)) {
@@ -376,7 +375,7 @@ static u64 next_deadline(struct kvd *kvd)
 
 	deadline = KV_MIN(deadline, kvd_listen_next_ns(&kvd->engine_listen));
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns ||
-	    kvd->tiering.more || kvd->nr_closing || kvd->audit_left)
+	    kvd->tiering.more || kvd->nr_closing || kvd->audit_left || kvd->admin_more)
 		return 0;
 	if (!kvd_serve_sleep(kvd))
 		return 0;
@@ -396,7 +395,7 @@ static bool spin(struct kvd *kvd)
 	if (!kvd->spins || list_empty(&kvd->awake))
 		return false;
 	/* A request that goes on over several turns waits for nothing from outside. */
-	if (!list_empty(&kvd->requests.hashing) || kvd->nr_closing ||
+	if (!list_empty(&kvd->requests.hashing) || kvd->nr_closing || kvd->admin_more ||
 	    kvd->core_next_ns <= kvd->now_ns)
 		return true;
 	while (kv_now_ns() - kvd->last_entry_ns < KVD_SPIN_NS) {
@@ -438,6 +437,7 @@ int kvd_turn(struct kvd *kvd)
 		tick(kvd);
 	if (kvd->audit_left)
 		audit_turn(kvd);
+	kvd->admin_more = kvd_admin_turn(kvd);
 	kvd_conn_reap_dead(kvd);
 	return 0;
 }

@@ -116,6 +116,8 @@ struct kvd_options {
  * @nr_closing: connections whose POOL_CLOSE goes on in the next turn
  * @msg_buf: KV_MSG_BYTES_MAX bytes for receiving
  * @audit_left: records that the background sweep looks at in this second yet
+ * @audit_run: the audit that an operator waits for; NULL: none. @admin_more: see
+ *	kvd_admin_turn()
  * @audit_errors, @audit_sweeps, @audit_last: of the background sweep
  * @op_stats: by opcode
  */
@@ -162,6 +164,8 @@ struct kvd {
 	bool again;
 	u8 *msg_buf;
 	u32 audit_left;
+	struct kvd_audit_run *audit_run;
+	bool admin_more;
 	u64 audit_errors;
 	u64 audit_sweeps;
 	struct kvd_finding audit_last;

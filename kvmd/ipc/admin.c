@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "base/assert.h"
+#include "base/mutant.h"
 #include "kvmd/dbg/log.h"
 #include "kvmd/ipc/admin_priv.h"
 
@@ -21,6 +22,8 @@ struct admin_conn {
 	struct kvd_watch watch;
 	bool stream;
 	bool closing; /* after what waits was sent */
+	bool asked;   /* for an audit; what it asked after that waits */
+	bool audited; /* the audit under way is for it */
 	size_t in_used;
 	char *out;
 	size_t out_used, out_done;
@@ -243,6 +246,15 @@ static cJSON *refusal(int code, const char *text)
 	return doc;
 }
 
+/* It takes many turns: kvd_admin_turn() answers. */
+static bool is_audit(const cJSON *request)
+{
+	const cJSON *op = cJSON_GetObjectItemCaseSensitive(request, "op");
+
+	return cJSON_IsString(op) && !strcmp(op->valuestring, "audit") &&
+	       !KV_MUTANT(audit_in_one_turn);
+}
+
 static int conn_line(struct admin_conn *c, const char *line, size_t len)
 {
 	cJSON *request = cJSON_ParseWithLength(line, len), *reply;
@@ -251,6 +263,11 @@ static int conn_line(struct admin_conn *c, const char *line, size_t len)
 	if (!cJSON_IsObject(request)) {
 		cJSON_Delete(request);
 		return conn_say(c, refusal(-EINVAL, "request: not a JSON object"));
+	}
+	if (is_audit(request)) {
+		cJSON_Delete(request);
+		c->asked = true;
+		return 0;
 	}
 	reply = kvd_admin_handle(c->kvd, request, &stream);
 	cJSON_Delete(request);
@@ -261,21 +278,15 @@ static int conn_line(struct admin_conn *c, const char *line, size_t len)
 	return conn_say(c, reply);
 }
 
-/* Return: 0; -errno: close it */
-static int conn_read(struct admin_conn *c)
+/* What has come, line by line, as long as nothing has to be waited for. Return: 0;
+ * -errno: close it */
+static int conn_lines(struct admin_conn *c)
 {
 	char *end;
-	ssize_t n;
 	size_t len;
 	int r;
 
-	n = recv(c->fd, c->in + c->in_used, sizeof(c->in) - c->in_used, MSG_DONTWAIT);
-	if (n < 0)
-		return errno == EAGAIN || errno == EINTR ? 0 : -errno;
-	if (n == 0)
-		return -ESHUTDOWN;
-	c->in_used += (size_t)n;
-	while ((end = memchr(c->in, '\n', c->in_used))) {
+	while (!c->asked && (end = memchr(c->in, '\n', c->in_used))) {
 		len = (size_t)(end - c->in);
 		r = conn_line(c, c->in, len);
 		if (r)
@@ -283,7 +294,24 @@ static int conn_read(struct admin_conn *c)
 		c->in_used -= len + 1;
 		memmove(c->in, end + 1, c->in_used);
 	}
-	return c->in_used == sizeof(c->in) ? -EMSGSIZE : 0;
+	return !c->asked && c->in_used == sizeof(c->in) ? -EMSGSIZE : 0;
+}
+
+/* Return: 0; -errno: close it */
+static int conn_read(struct admin_conn *c)
+{
+	size_t room = sizeof(c->in) - c->in_used;
+	ssize_t n;
+
+	if (!room)
+		return -EMSGSIZE; /* more than it may ask before it has its answer */
+	n = recv(c->fd, c->in + c->in_used, room, MSG_DONTWAIT);
+	if (n < 0)
+		return errno == EAGAIN || errno == EINTR ? 0 : -errno;
+	if (n == 0)
+		return -ESHUTDOWN;
+	c->in_used += (size_t)n;
+	return conn_lines(c);
 }
 
 static void admin_ready(void *arg, u32 events)
@@ -297,6 +325,72 @@ static void admin_ready(void *arg, u32 events)
 		r = conn_read(c);
 	if (r)
 		conn_close(c);
+}
+
+/* Who asks while an audit is under way gets one that begins after it. */
+static u32 audits_take(struct kvd *kvd)
+{
+	struct admin_conn *c;
+	u32 nr = 0;
+
+	list_for_each_entry (c, &kvd->admin.conns, node) {
+		c->audited = c->asked;
+		nr += c->asked;
+	}
+	return nr;
+}
+
+static bool audits_wanted(const struct kvd *kvd)
+{
+	struct admin_conn *c;
+
+	list_for_each_entry (c, &kvd->admin.conns, node) {
+		if (c->audited)
+			return true;
+	}
+	return false;
+}
+
+static cJSON *audit_said(int r, const cJSON *out)
+{
+	cJSON *doc = r ? refusal(r, strerror(-r)) : cJSON_Duplicate(out, true);
+
+	if (doc && !r)
+		cJSON_AddBoolToObject(doc, "ok", true);
+	return doc;
+}
+
+bool kvd_admin_turn(struct kvd *kvd)
+{
+	struct admin_conn *c, *tmp;
+	cJSON *out;
+	int r = 0;
+
+	if (!kvd->audit_run) {
+		if (!audits_take(kvd))
+			return false;
+		kvd_stats.admin_requests++;
+		r = kvd_admin_audit_begin(kvd);
+	} else if (!audits_wanted(kvd)) {
+		kvd_admin_audit_end(kvd);
+		return true;
+	}
+	out = cJSON_CreateObject();
+	if (!r)
+		r = out ? kvd_admin_audit_step(kvd, out) : -ENOMEM;
+	if (r == -EAGAIN) {
+		cJSON_Delete(out);
+		return true;
+	}
+	list_for_each_entry_safe (c, tmp, &kvd->admin.conns, node) {
+		if (!c->audited)
+			continue;
+		c->audited = c->asked = false;
+		if (conn_say(c, audit_said(r, out)) || conn_lines(c))
+			conn_close(c);
+	}
+	cJSON_Delete(out);
+	return true;
 }
 
 void kvd_admin_accepted(struct kvd *kvd, int fd)
@@ -362,4 +456,5 @@ void kvd_admin_fini(struct kvd *kvd)
 
 	list_for_each_entry_safe (c, tmp, &kvd->admin.conns, node)
 		conn_close(c);
+	kvd_admin_audit_end(kvd);
 }

@@ -49,6 +49,13 @@ void kvd_admin_fini(struct kvd *kvd);
 void kvd_admin_accepted(struct kvd *kvd, int fd);
 
 /**
+ * kvd_admin_turn() - a slice of the audit that somebody waits for
+ *
+ * Return: true: there may be more to do in the next turn.
+ */
+bool kvd_admin_turn(struct kvd *kvd);
+
+/**
  * kvd_admin_event() - one line for everybody who streams events
  * @type: "session_open", "incident", ...
  * @fields: consumed; may be NULL

@@ -20,6 +20,7 @@
 #include "kvmd/dbg/tree.h"
 #include "kvmd/ipc/admin_priv.h"
 #include "kvmd/own/core.h"
+#include "kvmd/own/verify.h"
 
 #define AUDIT_FINDINGS 256u
 #define TRACE_MAX      4096u
@@ -39,41 +40,90 @@ static void audit_tiers(const struct kvd *kvd, struct kvd_findings *fs)
 	}
 }
 
+static void audit_reply(struct kvd *kvd, struct kvd_findings *fs, cJSON *out)
+{
+	cJSON *list, *o;
+
+	audit_tiers(kvd, fs);
+	if (fs->nr) {
+		kvd->audit_errors += fs->nr;
+		kvd->audit_last = fs->list[0];
+	}
+	kvd_admin_u64(out, "checked", fs->checked);
+	cJSON_AddNumberToObject(out, "damage", fs->nr);
+	list = cJSON_AddArrayToObject(out, "findings");
+	for (u32 i = 0; i < KV_MIN(fs->nr, fs->max); i++) {
+		o = cJSON_CreateObject();
+		cJSON_AddNumberToObject(o, "invariant", fs->list[i].invariant);
+		cJSON_AddNumberToObject(o, "pool", fs->list[i].pool_id);
+		if (fs->list[i].pfn == KVD_PFN_NONE)
+			cJSON_AddNullToObject(o, "pfn");
+		else
+			cJSON_AddNumberToObject(o, "pfn", fs->list[i].pfn);
+		cJSON_AddStringToObject(o, "text", fs->list[i].text);
+		cJSON_AddItemToArray(list, o);
+	}
+}
+
+/* All of it now: for those who have no connection that could wait (kvd_admin_handle()). */
 int kvd_admin_audit(struct kvd_admin_call *call)
 {
 	struct kvd_findings fs = {.max = AUDIT_FINDINGS};
-	cJSON *list, *o;
-	u32 i;
 	int r;
 
 	fs.list = calloc(AUDIT_FINDINGS, sizeof(*fs.list));
 	if (!fs.list)
 		return -ENOMEM;
 	r = kvd_audit(&call->kvd->core, &fs);
-	if (r < 0)
-		goto free_list;
-	audit_tiers(call->kvd, &fs);
-	if (fs.nr) {
-		call->kvd->audit_errors += fs.nr;
-		call->kvd->audit_last = fs.list[0];
-	}
-	kvd_admin_u64(call->out, "checked", fs.checked);
-	cJSON_AddNumberToObject(call->out, "damage", fs.nr);
-	list = cJSON_AddArrayToObject(call->out, "findings");
-	for (i = 0; i < KV_MIN(fs.nr, fs.max); i++) {
-		o = cJSON_CreateObject();
-		cJSON_AddNumberToObject(o, "invariant", fs.list[i].invariant);
-		cJSON_AddNumberToObject(o, "pool", fs.list[i].pool_id);
-		if (fs.list[i].pfn == KVD_PFN_NONE)
-			cJSON_AddNullToObject(o, "pfn");
-		else
-			cJSON_AddNumberToObject(o, "pfn", fs.list[i].pfn);
-		cJSON_AddStringToObject(o, "text", fs.list[i].text);
-		cJSON_AddItemToArray(list, o);
-	}
-	r = 0;
-free_list:
+	if (r >= 0)
+		audit_reply(call->kvd, &fs, call->out);
 	free(fs.list);
+	return KV_MIN(r, 0);
+}
+
+int kvd_admin_audit_begin(struct kvd *kvd)
+{
+	struct kvd_audit_run *run = calloc(1, sizeof(*run));
+	int r = -ENOMEM;
+
+	if (!run)
+		return r;
+	run->findings.max = AUDIT_FINDINGS;
+	run->findings.list = calloc(AUDIT_FINDINGS, sizeof(*run->findings.list));
+	if (run->findings.list)
+		r = kvd_audit_begin(&kvd->core, run);
+	if (!r) {
+		kvd->audit_run = run;
+		return 0;
+	}
+	free(run->findings.list);
+	free(run);
+	return r;
+}
+
+void kvd_admin_audit_end(struct kvd *kvd)
+{
+	struct kvd_audit_run *run = kvd->audit_run;
+
+	if (!run)
+		return;
+	kvd_audit_end(&kvd->core, run);
+	free(run->findings.list);
+	free(run);
+	kvd->audit_run = NULL;
+}
+
+int kvd_admin_audit_step(struct kvd *kvd, cJSON *out)
+{
+	struct kvd_audit_run *run = kvd->audit_run;
+	int r;
+
+	if (!kvd_audit_step(&kvd->core, run, KVD_AUDIT_SLICE))
+		return -EAGAIN;
+	r = run->error;
+	if (!r)
+		audit_reply(kvd, &run->findings, out);
+	kvd_admin_audit_end(kvd);
 	return r;
 }
 

@@ -72,6 +72,13 @@ int kvd_admin_revoke(struct kvd_admin_call *call);
 
 /* admin_do.c */
 int kvd_admin_audit(struct kvd_admin_call *call);
+/** kvd_admin_audit_begin() - an audit beside the work. Return: 0; -ENOMEM */
+int kvd_admin_audit_begin(struct kvd *kvd);
+/** kvd_admin_audit_step() - a slice. Return: -EAGAIN; 0: over, @out has the answer; -ENOMEM:
+ * over */
+int kvd_admin_audit_step(struct kvd *kvd, cJSON *out);
+/** kvd_admin_audit_end() - nobody waits for it any more */
+void kvd_admin_audit_end(struct kvd *kvd);
 int kvd_admin_evict(struct kvd_admin_call *call);
 int kvd_admin_version(struct kvd_admin_call *call);
 int kvd_admin_reload(struct kvd_admin_call *call);

@@ -7,6 +7,8 @@
 #include "kvmd/mm/audit.h"
 #include <stdarg.h>
 #include <stdio.h>
+#include "base/mutant.h"
+#include "kvmd/mm/change.h"
 
 #define LIVE_STATES                                                       \
 	((1u << KVD_MAGAZINE) | (1u << KVD_ACTIVE) | (1u << KVD_SEALED) | \
@@ -155,6 +157,16 @@ static u32 audit_list(const struct kvd_pool *pool, const struct kvd_pfn_list *l,
 	return nr;
 }
 
+static void audit_bucket(const struct kvd_extent *e, u32 index,
+			 const struct kvd_pool *pool, struct kvd_findings *fs)
+{
+	for (u32 k = 0; k < KVD_FREE_KINDS; k++) {
+		if (!e->free.pages[k].nr != (e->free.bucket[k] == KVD_NO_BUCKET))
+			kvd_finding_add(fs, 1, pool->id, KVD_PFN_NONE,
+					"extent %u is in the wrong bucket", index);
+	}
+}
+
 /* Each extent's lists hold its FREE pages, and all of them together are what the pool
  * counts. */
 static void audit_free(const struct kvd_pool *pool, struct kvd_findings *fs)
@@ -169,10 +181,8 @@ static void audit_free(const struct kvd_pool *pool, struct kvd_findings *fs)
 			here += audit_list(pool, &e->free.pages[k], KVD_FREE,
 					   "a free list", fs);
 			nr[k] += e->free.pages[k].nr;
-			if (!e->free.pages[k].nr != (e->free.bucket[k] == KVD_NO_BUCKET))
-				kvd_finding_add(fs, 1, pool->id, KVD_PFN_NONE,
-						"extent %u is in the wrong bucket", i);
 		}
+		audit_bucket(e, i, pool, fs);
 		if (here != e->nr_free)
 			kvd_finding_add(fs, 1, pool->id, KVD_PFN_NONE,
 					"extent %u has %u FREE pages, counter says %u", i,
@@ -222,4 +232,127 @@ void kvd_audit_lists(const struct kvd_pool *pool, struct kvd_findings *fs)
 		kvd_finding_add(fs, 5, pool->id, KVD_PFN_NONE,
 				"%u pages in batches, %u QUARANTINE", waiting,
 				nr[KVD_QUARANTINE]);
+}
+
+/* ------------------------------------------------------------------- beside the work */
+
+static bool owned(u32 state)
+{
+	return !(KVD_UNOWNED & 1u << state);
+}
+
+static bool same_extent(const struct kvd_pool *pool, u32 a, u32 b)
+{
+	return kvd_pool_extent_of(pool, a) == kvd_pool_extent_of(pool, b);
+}
+
+void kvd_recount_moved(struct kvd_recount *rc, const struct kvd_pool *pool, u32 pfn,
+		       u32 from, u32 to, u32 tenant)
+{
+	u32 index = pool->id - 1;
+
+	if (from == to || index > rc->index || (index == rc->index && pfn >= rc->pfn) ||
+	    KV_MUTANT(recount_not_moved))
+		return;
+	if (owned(from))
+		rc->used[tenant] -= pool->geo.stride_bytes;
+	if (owned(to))
+		rc->used[tenant] += pool->geo.stride_bytes;
+	if (index != rc->index)
+		return;
+	rc->nr[from]--;
+	rc->nr[to]++;
+	if (same_extent(pool, pfn, rc->pfn)) {
+		rc->nr_free -= from == KVD_FREE;
+		rc->nr_free += to == KVD_FREE;
+	}
+}
+
+void kvd_recount_add(struct kvd_recount *rc, const struct kvd_pool *pool)
+{
+	const struct kvd_frame *f = &pool->frames[rc->pfn++];
+
+	if (f->state >= KVD_FRAME_STATES || f->tenant >= KVD_TENANTS_MAX)
+		return; /* kvd_audit_frame() has said so */
+	rc->nr[f->state]++;
+	rc->nr_free += f->state == KVD_FREE;
+	if (owned(f->state))
+		rc->used[f->tenant] += pool->geo.stride_bytes;
+}
+
+void kvd_recount_extent(struct kvd_recount *rc, const struct kvd_pool *pool,
+			struct kvd_findings *fs)
+{
+	u32 index = kvd_pool_extent_of(pool, rc->pfn - 1);
+	const struct kvd_extent *e = &pool->extents[index];
+
+	if (rc->nr_free != e->nr_free ||
+	    e->free.pages[KVD_FREE_CLEAN].nr + e->free.pages[KVD_FREE_USED].nr !=
+		    e->nr_free)
+		kvd_finding_add(fs, 1, pool->id, KVD_PFN_NONE,
+				"extent %u has %u FREE pages, counter says %u", index,
+				rc->nr_free, e->nr_free);
+	audit_bucket(e, index, pool, fs);
+	rc->nr_free = 0;
+}
+
+void kvd_recount_pool(struct kvd_recount *rc, const struct kvd_pool *pool,
+		      struct kvd_findings *fs)
+{
+	kvd_audit_counters(pool, fs);
+	for (u32 i = 0; i < KVD_FRAME_STATES; i++) {
+		if (rc->nr[i] != pool->nr[i])
+			kvd_finding_add(fs, 1, pool->id, KVD_PFN_NONE,
+					"%u pages %s, counter says %u", rc->nr[i],
+					kvd_frame_state_str(i), pool->nr[i]);
+		rc->nr[i] = 0;
+	}
+	rc->index++;
+	rc->pfn = 0;
+	rc->nr_free = 0;
+}
+
+static const struct kvd_pfn_list *list_of(const struct kvd_pool *pool, u32 pfn)
+{
+	const struct kvd_frame *f = &pool->frames[pfn];
+	const struct kvd_link *link = &pool->links[pfn];
+	const struct kvd_account *acct = pool->mm->accounts[f->tenant];
+	u32 index = kvd_pool_extent_of(pool, pfn);
+
+	switch (f->state) {
+	case KVD_FREE:
+		return &pool->extents[index]
+				.free.pages[f->owner ? KVD_FREE_USED : KVD_FREE_CLEAN];
+	case KVD_QUARANTINE:
+		return link->batch ? &link->batch->pages : NULL;
+	case KVD_CACHED:
+		if (!acct || acct->slot >= KVD_DOMAIN_TENANTS_MAX)
+			return NULL;
+		if (f->flags & KVD_FRAME_HELD)
+			return &pool->lru[acct->slot].held;
+		return link->nr_children ? &pool->lru[acct->slot].inner
+					 : &pool->lru[acct->slot].leaf;
+	default:
+		return NULL;
+	}
+}
+
+void kvd_audit_links(const struct kvd_pool *pool, u32 pfn, struct kvd_findings *fs)
+{
+	const struct kvd_pfn_list *l = list_of(pool, pfn);
+	const struct kvd_link *link = &pool->links[pfn];
+	u32 n = pool->geo.nr_pages, before, after;
+
+	if (!l)
+		return;
+	before = link->prev == KVD_PFN_NONE ? l->head
+		 : link->prev < n	    ? pool->links[link->prev].next
+					    : KVD_PFN_NONE;
+	after = link->next == KVD_PFN_NONE ? l->tail
+		: link->next < n	   ? pool->links[link->next].prev
+					   : KVD_PFN_NONE;
+	if (before != pfn || after != pfn)
+		kvd_finding_add(fs, pool->frames[pfn].state == KVD_QUARANTINE ? 5 : 1,
+				pool->id, pfn, "%s page is not on its list",
+				kvd_frame_state_str(pool->frames[pfn].state));
 }

@@ -53,4 +53,39 @@ void kvd_audit_counters(const struct kvd_pool *pool, struct kvd_findings *fs);
  * O(n) */
 void kvd_audit_lists(const struct kvd_pool *pool, struct kvd_findings *fs);
 
+/**
+ * struct kvd_recount - states and charges counted again from the records while they change
+ * @index: of the pool being counted; pools before it are in
+ * @pfn: its records before this one are in
+ * @nr: of them, by state
+ * @nr_free: FREE ones among those of @pfn's extent
+ * @used: bytes by tenant, all that is in
+ * @stale: a pool came or went: begin again
+ *
+ * A record that is in and changes is moved here as well (kvd_recount_moved()), so that at
+ * any time between two calls of the core the sums are those of the records that are in.
+ */
+struct kvd_recount {
+	u32 index;
+	u32 pfn;
+	u32 nr[KVD_FRAME_STATES];
+	u32 nr_free;
+	u64 used[KVD_TENANTS_MAX];
+	bool stale;
+};
+
+/** kvd_recount_add() - the next record is in */
+void kvd_recount_add(struct kvd_recount *rc, const struct kvd_pool *pool);
+
+/** kvd_recount_extent() - @rc->pfn is the end of an extent: its FREE pages, its bucket */
+void kvd_recount_extent(struct kvd_recount *rc, const struct kvd_pool *pool,
+			struct kvd_findings *fs);
+
+/** kvd_recount_pool() - all records of the pool are in: its counters; then the next pool */
+void kvd_recount_pool(struct kvd_recount *rc, const struct kvd_pool *pool,
+		      struct kvd_findings *fs);
+
+/** kvd_audit_links() - does the list that a page's state puts it on know it? O(1) */
+void kvd_audit_links(const struct kvd_pool *pool, u32 pfn, struct kvd_findings *fs);
+
 #endif /* KVD_AUDIT_H */

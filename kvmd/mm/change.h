@@ -171,6 +171,9 @@ static inline void kvd_change_end(struct kvd_pool *pool, u32 pfn, u64 *w,
 	u32 nr_events = (u32)(w[KVD_W_STATE] >> 32), check;
 
 	past = (kvd_word *)&f->past[nr_events % KVD_PAST_NR];
+	if (__builtin_expect(pool->mm->recount != NULL, 0))
+		kvd_recount_moved(pool->mm->recount, pool, pfn, kvd_w_state(w), state,
+				  kvd_w_tenant(w));
 	past[0] = pool->mm->now_ns;
 	past[1] = (u64)state << 48 | (u64)event << 32 | (u32)session;
 	w[KVD_W_STATE] = (w[KVD_W_STATE] & 0xff00ffffull) | (u64)state << 16 |

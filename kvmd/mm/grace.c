@@ -383,7 +383,9 @@ bool kvd_grace_advance(struct kvd_mm *mm)
 
 bool kvd_grace_turn(struct kvd_mm *mm)
 {
-	return advance(mm, kvd_grace_nr_waiting(&mm->grace) > KVD_GRACE_SLICE
-				   ? KVD_GRACE_SLICE
-				   : KVD_GRACE_SHORT);
+	u32 nr = kvd_grace_nr_waiting(&mm->grace);
+
+	if (nr > KVD_GRACE_FEW)
+		return advance(mm, KV_MIN(nr - KVD_GRACE_FEW / 2, KVD_GRACE_SLICE));
+	return advance(mm, KVD_GRACE_SHORT);
 }

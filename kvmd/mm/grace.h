@@ -110,9 +110,11 @@ struct kvd_batch_set {
 /* Pages that one kvd_grace_advance() lets go; the rest follows in the next turn. */
 #define KVD_GRACE_SLICE 1024u
 
-/* Pages that a turn lets go while no more than a slice waits: 0.4 us. Who frees a hundred
- * pages soon asks for others, and would wait for all of it. */
+/* Pages that a turn lets go while no more than KVD_GRACE_FEW wait: 0.4 us. Who frees a
+ * hundred pages soon asks for others, and would wait for all of it. Where many come and
+ * go, as many go as came: pages that are used again soon are still in the cache. */
 #define KVD_GRACE_SHORT 32u
+#define KVD_GRACE_FEW	128u
 
 /* Epochs are saved this far ahead of their use. */
 #define KVD_GRACE_AHEAD (1ull << 32)

@@ -177,6 +177,9 @@ void kvd_frame_set(struct kvd_pool *pool, u32 pfn, u32 state, u32 event, u64 ses
 	kvd_crash_point();
 	if (from != state) {
 		kv_assert(may[from] & BIT(state));
+		if (__builtin_expect(pool->mm->recount != NULL, 0))
+			kvd_recount_moved(pool->mm->recount, pool, pfn, from, state,
+					  f->tenant);
 		pool->nr[from]--;
 		pool->nr[state]++;
 		if (!(BIT(from) & KVD_UNOWNED)) {

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "base/mutant.h"
+#include "kvmd/mm/audit.h"
 #include "kvmd/mm/change.h"
 
 static int region_get(struct kvd_mm *mm, struct kvd_region *r, enum kvd_region_kind kind,
@@ -221,6 +222,8 @@ int kvd_pool_create(struct kvd_mm *mm, const struct kvd_pool_params *p,
 	hdr_format(pool);
 	mm->pools[slot] = pool;
 	mm->pools_end = KV_MAX(mm->pools_end, slot + 1);
+	if (mm->recount)
+		mm->recount->stale = true;
 	*ret_pool = pool;
 	return 0;
 free_extents:
@@ -328,6 +331,8 @@ void kvd_pool_destroy(struct kvd_pool *pool)
 	}
 	kv_assert(mm->pools[pool->id - 1] == pool);
 	mm->pools[pool->id - 1] = NULL;
+	if (mm->recount)
+		mm->recount->stale = true;
 	while (mm->pools_end && !mm->pools[mm->pools_end - 1])
 		mm->pools_end--;
 	kvd_pool_count(pool, &mm->gone_counters);

@@ -83,6 +83,7 @@ struct kvd_mm_ops {
  * @keep: NULL: nobody keeps extents
  * @gone_counters: of pools that are no more
  * @undo: record of the change in progress; NULL: nothing outlives this process
+ * @recount: of the audit that runs beside the work (own/verify.h); NULL: none does
  */
 struct kvd_mm {
 	const struct kvd_env *env;
@@ -106,6 +107,7 @@ struct kvd_mm {
 	const struct kvd_keep_ops *keep;
 	struct kvd_pool_counters gone_counters;
 	struct kvd_undo *undo;
+	struct kvd_recount *recount;
 };
 
 /**
@@ -238,6 +240,10 @@ int kvd_pool_adopt(struct kvd_mm *mm, u32 id, void *owner, struct kvd_reader_gro
 
 /** kvd_pool_domain() - domain id in a frames region, or -1: not a whole header */
 int kvd_pool_domain(const struct kvd_region *frames, u32 id);
+
+/** kvd_recount_moved() - a record went from one state to another (mm/audit.h) */
+void kvd_recount_moved(struct kvd_recount *rc, const struct kvd_pool *pool, u32 pfn,
+		       u32 from, u32 to, u32 tenant);
 
 /** kvd_frame_touch() - a record is about to change; kvd_frame_set() ends it */
 static inline void kvd_frame_touch(struct kvd_pool *pool, u32 pfn)

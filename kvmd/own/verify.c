@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "kvmd/own/core.h"
+#include "kvmd/own/verify.h"
 #include "kvmd/own/walk.h"
 
 /* I2: the record's count is what sessions hold, and one for a seal in progress. */
@@ -113,11 +114,9 @@ static void verify_accounts(struct kvd_core *core, struct kvd_findings *fs)
 	}
 }
 
-/* Charges counted again from the records; whole audit only. */
-static void verify_charges(struct kvd_core *core, struct kvd_findings *fs)
+/* Charges counted again from the records. */
+static void count_used(const struct kvd_core *core, u64 *used)
 {
-	u64 used[KVD_TENANTS_MAX] = {0}, extents = 0;
-
 	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
 		const struct kvd_pool *pool = core->mm.pools[i];
 
@@ -128,6 +127,18 @@ static void verify_charges(struct kvd_core *core, struct kvd_findings *fs)
 			    f->state != KVD_POISONED && f->tenant < KVD_TENANTS_MAX)
 				used[f->tenant] += pool->geo.stride_bytes;
 		}
+	}
+}
+
+/* @used: bytes by tenant, from the records */
+static void verify_charges(struct kvd_core *core, const u64 *used,
+			   struct kvd_findings *fs)
+{
+	u64 extents = 0;
+
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
+		const struct kvd_pool *pool = core->mm.pools[i];
+
 		for (u32 e = 0; pool && e < pool->nr_extents; e++)
 			extents += pool->extents[e].state != KVD_EXTENT_NONE
 					   ? pool->geo.extent_bytes
@@ -199,6 +210,7 @@ static int verify_generations(struct kvd_core *core, struct kvd_findings *fs)
 
 int kvd_audit(struct kvd_core *core, struct kvd_findings *fs)
 {
+	u64 used[KVD_TENANTS_MAX] = {0};
 	int r;
 
 	fs->nr = 0;
@@ -214,13 +226,16 @@ int kvd_audit(struct kvd_core *core, struct kvd_findings *fs)
 			verify_frame(core, pool, pfn, fs);
 	}
 	verify_accounts(core, fs);
-	verify_charges(core, fs);
+	count_used(core, used);
+	verify_charges(core, used, fs);
 	r = verify_generations(core, fs);
 	return r ? r : (int)fs->nr;
 }
 
 int kvd_audit_quick(struct kvd_core *core, struct kvd_findings *fs)
 {
+	u64 used[KVD_TENANTS_MAX] = {0};
+
 	fs->nr = 0;
 	fs->checked = 0;
 	for (u32 i = 0; i < KVD_POOLS_MAX; i++) {
@@ -230,7 +245,8 @@ int kvd_audit_quick(struct kvd_core *core, struct kvd_findings *fs)
 		kvd_audit_lists(core->mm.pools[i], fs);
 	}
 	verify_accounts(core, fs);
-	verify_charges(core, fs);
+	count_used(core, used);
+	verify_charges(core, used, fs);
 	return (int)fs->nr;
 }
 
@@ -254,5 +270,96 @@ bool kvd_audit_slice(struct kvd_core *core, u32 nr, struct kvd_findings *fs)
 			pool->sweep_pfn = 0;
 	}
 	core->sweep_pool = 0;
+	return true;
+}
+
+/* --------------------------------------------------------------- beside the work */
+
+int kvd_audit_begin(struct kvd_core *core, struct kvd_audit_run *run)
+{
+	u64 nr = 0, size = 1024;
+
+	kv_assert(!core->mm.recount);
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++)
+		nr += core->mm.pools[i] ? core->mm.pools[i]->geo.nr_pages : 0;
+	while (size < 2 * nr)
+		size *= 2;
+	run->gens = calloc(size, sizeof(*run->gens));
+	if (!run->gens)
+		return -ENOMEM;
+	run->gens_mask = size - 1;
+	run->error = 0;
+	memset(&run->count, 0, sizeof(run->count));
+	run->findings.nr = 0;
+	run->findings.checked = 0;
+	core->mm.recount = &run->count;
+	return 0;
+}
+
+void kvd_audit_end(struct kvd_core *core, struct kvd_audit_run *run)
+{
+	core->mm.recount = NULL;
+	free(run->gens);
+	run->gens = NULL;
+}
+
+/* I4: no generation on two pages. A page that changes later gets one that was on none. */
+static void generation_add(struct kvd_audit_run *run, const struct kvd_pool *pool,
+			   u32 pfn)
+{
+	u64 gen = kv_tag_gen(pool->frames[pfn].tag);
+	u64 at = gen * 0x9e3779b97f4a7c15ull >> 20;
+
+	if (!gen)
+		return;
+	while (run->gens[at & run->gens_mask] && run->gens[at & run->gens_mask] != gen)
+		at++;
+	if (run->gens[at & run->gens_mask] == gen)
+		kvd_finding_add(&run->findings, 4, pool->id, pfn,
+				"generation %#llx is on two pages",
+				(unsigned long long)gen);
+	run->gens[at & run->gens_mask] = gen;
+}
+
+static void run_record(struct kvd_core *core, struct kvd_audit_run *run,
+		       const struct kvd_pool *pool)
+{
+	u32 pfn = run->count.pfn, in_extent = (1u << pool->geo.shift) - 1;
+	u32 before = run->findings.nr;
+
+	verify_frame(core, pool, pfn, &run->findings);
+	if (run->findings.nr == before)
+		kvd_audit_links(pool, pfn, &run->findings);
+	generation_add(run, pool, pfn);
+	kvd_recount_add(&run->count, pool);
+	if (!(run->count.pfn & in_extent))
+		kvd_recount_extent(&run->count, pool, &run->findings);
+}
+
+bool kvd_audit_step(struct kvd_core *core, struct kvd_audit_run *run, u32 nr)
+{
+	struct kvd_recount *rc = &run->count;
+
+	if (rc->stale) {
+		kvd_audit_end(core, run);
+		run->error = kvd_audit_begin(core, run);
+		if (run->error)
+			return true;
+	}
+	for (; rc->index < KVD_POOLS_MAX;) {
+		const struct kvd_pool *pool = core->mm.pools[rc->index];
+
+		for (; pool && rc->pfn < pool->geo.nr_pages; nr--) {
+			if (!nr)
+				return false;
+			run_record(core, run, pool);
+		}
+		if (pool)
+			kvd_recount_pool(rc, pool, &run->findings);
+		else
+			rc->index++;
+	}
+	verify_accounts(core, &run->findings);
+	verify_charges(core, rc->used, &run->findings);
 	return true;
 }

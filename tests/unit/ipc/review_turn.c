@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How much one session gets in a turn: others wait for as long as it takes. */
 #include <pthread.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 
 #include "tests/kvt.h"
 #include "tests/unit/ipc/common.h"
@@ -21,7 +23,7 @@ static void scene(struct daemon *d, struct raw *c)
 {
 	struct kvd_options opt = {.check = -1,
 				  .socket_mode = 0600,
-				  .host_bytes = 64u << 20,
+				  .host_bytes = 1ull << 30,
 				  .ready_fd = -1};
 	char error[KVD_CONFIG_ERROR_BYTES];
 	pthread_t thread;
@@ -74,6 +76,75 @@ KVT_TEST(a_turn_serves_a_bounded_number_of_pages)
 	for (turn = 0; completed(&c) < 2 * ENTRIES && turn < 1000; turn++)
 		KVT_EXPECT(!kvd_turn(&daemon_kvd));
 	KVT_EXPECT_LE(turn, 4);
+	raw_close(&c);
+	kvd_fini(&daemon_kvd);
+	snprintf(command, sizeof(command), "rm -r %s", d.dir);
+	KVT_EXPECT_EQ(system(command), 0);
+}
+
+static int admin_connect(const struct daemon *d)
+{
+	struct sockaddr_un sa = {.sun_family = AF_UNIX};
+	int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+
+	snprintf(sa.sun_path, sizeof(sa.sun_path), "%s/admin.sock", d->dir);
+	KVT_EXPECT(fd >= 0 && !connect(fd, (struct sockaddr *)&sa, sizeof(sa)));
+	return fd;
+}
+
+/* Turns until @fd has a line, and no byte more of it is read. */
+static u32 turns_to_answer(int fd, char *line, size_t room)
+{
+	size_t used = 0;
+	u32 nr = 0;
+
+	while (!memchr(line, '\n', used) && nr < 100000) {
+		ssize_t n = recv(fd, line + used, used + 1 < room, MSG_DONTWAIT);
+
+		used += n > 0 ? (size_t)n : 0;
+		if (n <= 0) {
+			KVT_EXPECT(!kvd_turn(&daemon_kvd));
+			nr++;
+		}
+	}
+	line[used] = 0;
+	return nr;
+}
+
+/* An operator's audit shares the thread with everybody, slice by slice. */
+KVT_TEST(audit_takes_many_turns)
+{
+	static const char audit[] = "{\"op\":\"audit\"}\n{\"op\":\"version\"}\n";
+	static char line[8192];
+	struct daemon d;
+	char command[96];
+	struct raw c;
+	u32 pages, nr;
+	int fd, gone;
+
+	scene(&d, &c);
+	pages = c.pool.geometry.nr_pages;
+	fd = admin_connect(&d);
+	gone = admin_connect(&d);
+	KVT_EXPECT_EQ(send(gone, audit, sizeof(audit) - 1, 0), sizeof(audit) - 1);
+	KVT_EXPECT_EQ(send(fd, audit, sizeof(audit) - 1, 0), sizeof(audit) - 1);
+	nr = turns_to_answer(fd, line, sizeof(line));
+	KVT_NOTE("%u pages, %u turns: %.60s", pages, nr, line);
+	KVT_EXPECT(nr >= pages / KVD_AUDIT_SLICE &&
+		   nr < 100 + 3 * pages / KVD_AUDIT_SLICE);
+	KVT_EXPECT_HAS(line, "\"damage\":0");
+	/* what was asked behind it is answered behind it */
+	turns_to_answer(fd, line, sizeof(line));
+	/* nobody waits any more: it ends */
+	KVT_EXPECT_EQ(send(fd, audit, sizeof(audit) - 1, 0), sizeof(audit) - 1);
+	for (u32 i = 0; i < 6; i++)
+		KVT_EXPECT(!kvd_turn(&daemon_kvd));
+	KVT_EXPECT(daemon_kvd.audit_run);
+	close(fd);
+	close(gone);
+	for (u32 i = 0; i < 20 && daemon_kvd.audit_run; i++)
+		KVT_EXPECT(!kvd_turn(&daemon_kvd));
+	KVT_EXPECT(!daemon_kvd.audit_run);
 	raw_close(&c);
 	kvd_fini(&daemon_kvd);
 	snprintf(command, sizeof(command), "rm -r %s", d.dir);

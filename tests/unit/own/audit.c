@@ -3,6 +3,7 @@
  * kvmd/mm/audit, own/verify: each thing that may be wrong, made wrong in one place of a
  * sound core: the audit says so under its invariant, and is clean again afterwards.
  */
+#include "kvmd/own/verify.h"
 #include "kvmd/own/walk.h"
 #include "tests/unit/own/common.h"
 
@@ -54,6 +55,34 @@ static bool finds(u32 invariant, bool quick)
 	return found;
 }
 
+static struct kvd_finding run_list[64];
+
+/* The same by slices of @nr records; @between: what happens between two of them. */
+static u32 run_audit(u32 nr, void (*between)(u32 slice), u32 *ret_slices)
+{
+	struct kvd_audit_run run = {
+		.findings = {.list = run_list, .max = KV_ARRAY_SIZE(run_list)}};
+
+	*ret_slices = 1;
+	KVT_EXPECT_EQ(kvd_audit_begin(&r.core, &run), 0);
+	for (; !kvd_audit_step(&r.core, &run, nr); ++*ret_slices)
+		if (between)
+			between(*ret_slices);
+	KVT_EXPECT_EQ(run.error, 0);
+	kvd_audit_end(&r.core, &run);
+	return run.findings.nr;
+}
+
+static bool run_finds(u32 invariant)
+{
+	u32 slices, nr = run_audit(5, NULL, &slices);
+
+	for (u32 i = 0; i < KV_MIN(nr, KV_ARRAY_SIZE(run_list)); i++)
+		if (run_list[i].invariant == invariant)
+			return true;
+	return false;
+}
+
 /* @value where @at is: found as @invariant; and as before: nothing. */
 static void wrong(u32 invariant, void *at, size_t bytes, u64 value, const char *what)
 {
@@ -63,6 +92,8 @@ static void wrong(u32 invariant, void *at, size_t bytes, u64 value, const char *
 	memcpy(at, &value, bytes);
 	if (!finds(invariant, false))
 		KVT_FAIL("not found: %s", what);
+	if (!run_finds(invariant))
+		KVT_FAIL("not found beside the work: %s", what);
 	memcpy(at, old, bytes);
 	rig_audit(&r);
 }
@@ -209,6 +240,68 @@ KVT_TEST(quick_and_slice_find_their_part)
 	KVT_EXPECT(kvd_audit(&r.core, &fs) >= 8);
 	for (u32 i = 0; i < 8; i++)
 		pool->frames[i].check ^= 1;
+	rig_fini(&r);
+}
+
+static struct kv_grant held[16];
+static u32 nr_held;
+
+/* Pages come, go, are sealed and found, on both sides of where the audit is. */
+static void work(u32 slice)
+{
+	struct kv_seal_ret rets[2];
+	struct kv_hit hits[2];
+	u32 at = kvt_rand_below(nr_held + 1), nr_hits;
+
+	switch (kvt_rand_below(4)) {
+	case 0:
+		if (nr_held < KV_ARRAY_SIZE(held) &&
+		    !rig_alloc(s, a, 1, KV_GFP_PREFILL, &held[nr_held]))
+			nr_held++;
+		break;
+	case 1:
+		if (at < nr_held && !rig_free1(s, a, held[at]))
+			held[at] = held[--nr_held];
+		break;
+	case 2:
+		rig_lookup(s, a, 7, 2, hits, &nr_hits);
+		break;
+	default:
+		if (at < nr_held)
+			rig_seal(s, a, &held[at], 1, 100 + kvt_rand_below(9), 0, NULL,
+				 rets);
+	}
+	rig_run(&r);
+}
+
+static void new_pool(u32 slice)
+{
+	struct kv_layout l = rig_layout(slice == 2);
+
+	if (slice == 2)
+		rig_open(other, &l);
+}
+
+/* An audit that takes many turns counts what changes behind it as well. */
+KVT_TEST(audit_beside_the_work_is_clean)
+{
+	u32 slices, most = 0;
+
+	sound();
+	for (u32 i = 0; i < 200; i++) {
+		u32 nr = run_audit(1, work, &slices);
+
+		most = KV_MAX(most, slices);
+		if (nr)
+			KVT_FAIL("round %u: %s", i, run_list[0].text);
+	}
+	rig_audit(&r);
+	KVT_EXPECT(most >= pool->geo.nr_pages);
+	KVT_EXPECT_EQ(run_audit(4, new_pool, &slices), 0);
+	KVT_EXPECT(slices > 2 + pool->geo.nr_pages / 4);
+	pool->frames[active].refs++;
+	KVT_EXPECT(run_finds(1));
+	pool->frames[active].refs--;
 	rig_fini(&r);
 }
 
