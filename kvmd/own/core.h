@@ -186,7 +186,7 @@ int kvd_audit(struct kvd_core *core, struct kvd_findings *fs);
 int kvd_audit_quick(struct kvd_core *core, struct kvd_findings *fs);
 
 /* Records that an audit looks at in one turn: about 50 us. */
-#define KVD_AUDIT_SLICE 256u
+#define KVD_AUDIT_SLICE 128u
 
 /**
  * kvd_audit_slice() - check counters, and the records of the next @nr pages
