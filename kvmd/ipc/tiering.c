@@ -17,7 +17,7 @@
 
 #define LEAVE_NS     (2 * KV_NSEC_PER_SEC)
 #define BAD_FRESH_NS (600 * KV_NSEC_PER_SEC)
-#define WORKERS_MAX  4u
+#define WORKERS_MAX  8u
 #define DRAM_SHARE   90u
 /* No domain has such a name: a secret of the host's own, as domains have theirs. */
 #define HOST_MARK    "/tiers"

@@ -143,7 +143,8 @@ static u32 batch_fill(struct kvd_tiers *t, struct tier_batch *b, enum kvd_tier_d
 			.pool = pool,
 			.pfn = op->pfn,
 			.off = kvd_slot_off(&t->dram, op->dram) + KVD_PAGE_HDR_BYTES,
-			.bytes = kv_round_up(op->want.page_bytes, 4),
+			.bytes = kv_round_up(op->want.page_bytes, 4) -
+				 (KV_MUTANT(page_tail_not_copied) ? 256 : 0),
 		};
 		list_del(&op->wait);
 		list_add_tail(&b->ops, &op->wait);

@@ -20,6 +20,7 @@
 #include "tools/kvbench/mm.h"
 #include "tools/kvbench/rank.h"
 #include "tools/kvbench/safety.h"
+#include "tools/kvbench/spill.h"
 
 /* The kernels' bench is a program of its own: static, so that it runs on bare GPU hosts.
  */
@@ -54,6 +55,7 @@ static const struct {
 	{"check-cost", kvb_check_cost, "what the batch check adds to a decode step"},
 	{"race", kvb_race, "page re-issues between two engines: foreign bytes"},
 	{"kill", kvb_kill, "kill -9 of an engine in a step: what ends when"},
+	{"spill", kvb_spill, "pages through a whole kvmd to its DRAM tier and back"},
 	{"attach", kvb_attach, "process start to first usable page, by pool size"},
 	{"engines", kvb_engines,
 	 "one, two, four engines on one GPU, with MPS and without"},
