@@ -133,7 +133,9 @@ static bool killed_at(bool gpu, u32 n)
 		turns(&rig, 10);
 	turns(&rig, 20);
 	fired = rig.deaths;
-	KVT_EXPECT_EQ(fired, kvd_mover_stats(rig.m)->deaths);
+	KVT_EXPECT_EQ(rig.deaths,
+		      kvd_mover_stats(rig.m)
+			      ->deaths); /* on a busy machine the next one died, too */
 	KVT_EXPECT(fired || (!in.status && !out.status));
 	/* The next one does it. */
 	rig.m->params.faults = NULL;
