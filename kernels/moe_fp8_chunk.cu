@@ -15,67 +15,63 @@
 #include "moe_fp8_wide.h"
 #include "moe_start.cuh"
 
-#define PACK_WARPS 8u
+#define PACK_THREADS 128u
+#define TOP_K_MAX    32u
 
-/* One row; a warp takes two blocks of 128 columns at a time, a lane eight columns. @r: the
- * row's number in its tile */
-__device__ __forceinline__ void chunk_row(const uint16_t *x, uint32_t cols, uint8_t *dst,
-					  uint64_t panel, uint32_t r, float *scales,
-					  uint32_t nr_slots)
+/* Eight columns' codes and, from 16 lanes' 128 columns, their scale. */
+__device__ __forceinline__ uint2 chunk_round(const uint4 &raw, float *ret_scale)
 {
-	for (uint32_t i = threadIdx.x % 32; i < (cols / 8 + 31) / 32 * 32; i += 32) {
-		const bool there = i < cols / 8;
-		const uint4 raw =
-			there ? __ldcg((const uint4 *)x + i) : make_uint4(0, 0, 0, 0);
-		const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
-		float v[8], scale;
-		uint32_t top = 0;
+	const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+	float v[8], scale;
+	uint32_t top = 0;
 
 #pragma unroll
-		for (int e = 0; e < 8; e++) {
-			const uint32_t m =
-				e % 2 ? w[e / 2] & 0x7fff0000u : w[e / 2] << 17 >> 1;
+	for (int e = 0; e < 8; e++) {
+		const uint32_t m = e % 2 ? w[e / 2] & 0x7fff0000u : w[e / 2] << 17 >> 1;
 
-			v[e] = __uint_as_float(e % 2 ? w[e / 2] & 0xffff0000u
-						     : w[e / 2] << 16);
-			top = max(top, m > 0x7f800000u ? 0u : m);
-		}
-#pragma unroll
-		for (int o = 1; o < 16; o *= 2)
-			top = max(top, __shfl_xor_sync(~0u, top, o));
-		scale = kvk_fp8_act_scale(__uint_as_float(top));
-		kvk_quant_div(v, kvk_quant_make(scale));
-		if (!there)
-			continue;
-		*(uint2 *)(dst + i / 16 * panel + ((i / 2 ^ r) & 7) * 16 + i % 2 * 8) =
-			make_uint2(arch_f32_e4m3(v[0], v[1]) | arch_f32_e4m3(v[2], v[3])
-								       << 16,
-				   arch_f32_e4m3(v[4], v[5]) | arch_f32_e4m3(v[6], v[7])
-								       << 16);
-		if (i % 16 == 0)
-			scales[(uint64_t)(i / 16) * nr_slots] = scale;
+		v[e] = __uint_as_float(e % 2 ? w[e / 2] & 0xffff0000u : w[e / 2] << 16);
+		top = max(top, m > 0x7f800000u ? 0u : m);
 	}
+#pragma unroll
+	for (int o = 1; o < 16; o *= 2)
+		top = max(top, __shfl_xor_sync(~0u, top, o));
+	scale = kvk_fp8_act_scale(__uint_as_float(top));
+	kvk_quant_div(v, kvk_quant_make(scale));
+	*ret_scale = scale;
+	return make_uint2(arch_f32_e4m3(v[0], v[1]) | arch_f32_e4m3(v[2], v[3]) << 16,
+			  arch_f32_e4m3(v[4], v[5]) | arch_f32_e4m3(v[6], v[7]) << 16);
 }
 
-/* grid: (tiles, parts of a tile) */
-__global__ void __launch_bounds__(PACK_WARPS * 32)
+/* A token's row goes to each of its slots' places. grid: (tokens) */
+__global__ void __launch_bounds__(PACK_THREADS)
 	chunk_pack(const __grid_constant__ struct moe_chunk a)
 {
-	const uint32_t warp = blockIdx.y * PACK_WARPS + threadIdx.x / 32;
+	const uint4 *x = (const uint4 *)(a.x + (uint64_t)blockIdx.x * a.hidden);
 	const uint64_t panel = (uint64_t)a.nr_slots * 128u;
+	using places = uint32_t[TOP_K_MAX];
+	MOE_SHARED(places, place);
 
 	ptx_grid_launch();
 	ptx_grid_wait();
-	if (blockIdx.x >= __ldcg(a.nr_tiles))
-		return;
-	const uint2 tile = __ldcg(&a.tiles[blockIdx.x]);
+	if (threadIdx.x < a.top_k)
+		place[threadIdx.x] = __ldcg(&a.place[blockIdx.x * a.top_k + threadIdx.x]);
+	__syncthreads();
+	for (uint32_t i = threadIdx.x; i < (a.hidden / 8 + 31) / 32 * 32;
+	     i += PACK_THREADS) {
+		const bool there = i < a.hidden / 8;
+		float scale;
+		const uint2 codes = chunk_round(
+			there ? __ldg(x + i) : make_uint4(0, 0, 0, 0), &scale);
 
-	for (uint32_t r = warp; r < tile.x >> 16; r += gridDim.y * PACK_WARPS) {
-		const uint64_t pos = tile.y + r;
+		for (uint32_t j = 0; j < a.top_k && there; j++) {
+			const uint32_t pos = place[j] & ((1u << MOE_PLACE_ROW) - 1);
+			const uint32_t row = place[j] >> MOE_PLACE_ROW;
 
-		chunk_row(a.x + (uint64_t)(__ldcg(&a.list[pos]) / a.top_k) * a.hidden,
-			  a.hidden, a.x_codes + pos * 128u, panel, r, a.x_scales + pos,
-			  a.nr_slots);
+			*(uint2 *)(a.x_codes + i / 16 * panel + pos * 128ull +
+				   ((i / 2 ^ row) & 7) * 16 + i % 2 * 8) = codes;
+			if (i % 16 == 0)
+				a.x_scales[(uint64_t)(i / 16) * a.nr_slots + pos] = scale;
+		}
 	}
 }
 
@@ -142,8 +138,7 @@ static int chunk_product(const struct moe_chunk *a, const struct kvk_experts *e,
 int moe_chunk_launch(const struct moe_chunk *a, const struct kvk_experts *e, void *stream)
 {
 	const dim3 sums((a->hidden + 2047) / 2048, a->nr_tokens);
-	int r = moe_start(chunk_pack, dim3(a->tiles_max, 4), PACK_WARPS * 32, 0, a,
-			  stream);
+	int r = moe_start(chunk_pack, dim3(a->nr_tokens), PACK_THREADS, 0, a, stream);
 
 	if (!r)
 		r = chunk_product(a, e, false, stream);

@@ -8,15 +8,18 @@
  * copies of 128 rows, one bulk copy of the tokens, and a table of what each token's sums
  * are multiplied with (its own scale times the weights' block's), which a warp of its own
  * writes. Each of two warpgroups has 64 gate and 64 up rows, or 128 rows; it multiplies 64
- * rows after the other, with as many tokens as are there (rounded up to 16), and adds a
- * step's sums to its own in f32: the tensor core's keep 14 bits only. While one adds,
- * the other multiplies.
+ * rows after the other, with as many tokens as are there (rounded up), and adds a step's sums
+ * to its own in f32: the tensor core's keep 14 bits only. They multiply in turn, and while
+ * one multiplies the other adds.
  *
  * The first product rounds h to e4m3, a scale per token and 128 columns, which are
  * exactly a unit's: no float of h leaves the SM. The second one turns its results over in
  * shared memory to store whole rows.
  *
- * Named barrier 1: both warpgroups.
+ * Units are claimed in order from one counter by the copying warp of whichever CTA is free,
+ * which so are near each other in time where they are near in memory.
+ *
+ * Named barriers: 1 both warpgroups, 2 and 3 their turns to multiply.
  */
 #ifndef KVK_MOE_FP8_CHUNK_CUH
 #define KVK_MOE_FP8_CHUNK_CUH
@@ -25,11 +28,13 @@
 #include <errno.h>
 #include "fp8.h"
 #include "moe_fp8_chunk.h"
+#include "moe_plan.cuh"
 #include "moe_ptx.cuh"
 #include "moe_wgmma.cuh"
 #include "quant.cuh"
 
 #define FC_USERS     256u
+#define FC_QUEUE     2u		       /* units the feeding warps may be ahead */
 #define FC_THREADS   (FC_USERS + 128u) /* of the last warpgroup two warps feed */
 #define FC_STAGES    4u
 #define FC_BOX	     (128u * 128u)
@@ -37,8 +42,8 @@
 #define FC_STAGE     (2u * FC_BOX + FC_PANEL)
 #define FC_TURN	     (32u * 512u) /* where results are turned over */
 #define FC_DYNAMIC   (FC_STAGES * FC_STAGE + FC_TURN + 1024u)
-#define FC_REGS_USE  224
-#define FC_REGS_FEED 56
+#define FC_REGS_USE  216
+#define FC_REGS_FEED 72
 
 static_assert(FC_REGS_USE * 256 + FC_REGS_FEED * 128 <= 168 * 384,
 	      "the CTA's register pool is 168 per thread");
@@ -55,14 +60,17 @@ struct fc_args {
 
 struct fc_shared {
 	uint64_t full[FC_STAGES], empty[FC_STAGES];
+	uint64_t q_full[FC_QUEUE], q_empty[FC_QUEUE];
+	uint4 unit[FC_QUEUE]; /* tile, row block, 0; no tokens: the end */
 	float factor[FC_STAGES][2][MOE_CHUNK_TOKENS];
 	uint32_t amax[MOE_CHUNK_TOKENS];
-	struct kvk_quant quant[MOE_CHUNK_TOKENS];
+	uint4 quant[MOE_CHUNK_TOKENS]; /* struct kvk_quant */
 };
 
 struct fc_ring {
 	uint32_t base; /* shared address of stage 0: two boxes, a panel */
 	uint32_t stage, phase;
+	uint32_t units; /* taken from the queue */
 };
 
 __device__ __forceinline__ void fc_next(struct fc_ring &r)
@@ -106,49 +114,65 @@ __device__ __forceinline__ void fc_feed(const struct fc_args &a, struct fc_share
 	}
 }
 
-/* Factors of a unit; a warp, a lane has tokens lane, lane + 32 ... Those of the next step
- * are read before this one's place is free. */
+/* struct fc_source - where a lane's share of a unit's factors comes from */
+struct fc_source {
+	const float *w0, *w1, *x;
+	uint64_t step; /* of x */
+	uint32_t n, wide;
+};
+
+/* Scales of a step: four tokens' (lane, lane + 32 ...) and the two blocks'. */
+__device__ __forceinline__ void fc_scales(const struct fc_source &s, uint32_t k,
+					  float (&x)[4], float (&w)[2])
+{
+#pragma unroll
+	for (uint32_t i = 0; i < 4; i++)
+		x[i] = k < s.wide && threadIdx.x % 32 + 32 * i < s.n
+			       ? __ldcg(s.x + k * s.step + 32 * i)
+			       : 0.0f;
+	w[0] = k < s.wide ? __ldg(s.w0 + k) : 0.0f;
+	w[1] = k < s.wide ? __ldg(s.w1 + k) : 0.0f;
+}
+
+/* Factors of a unit; a warp. What memory must give is asked for four steps ahead. */
 template <bool SECOND>
 __device__ __forceinline__ void fc_factors(const struct fc_args &a, struct fc_shared &sh,
 					   uint2 tile, uint32_t rb, struct fc_ring &r)
 {
-	const uint32_t lane = threadIdx.x % 32, n = tile.x >> 16, wide = a.cols / 128;
+	const uint32_t lane = threadIdx.x % 32, wide = a.cols / 128;
 	const uint32_t expert = tile.x & 0xffffu, blocks = a.rows / 128;
 	const uint32_t b0 = SECOND ? expert * blocks + rb * 2 : expert * 2 * blocks + rb;
 	const uint32_t b1 =
 		SECOND ? expert * blocks + min(rb * 2 + 1, blocks - 1) : b0 + blocks;
-	const float *w0 = a.scales + (uint64_t)b0 * wide,
-		    *w1 = a.scales + (uint64_t)b1 * wide;
-	const float *xs = (SECOND ? a.c.h_scales : a.c.x_scales) + tile.y;
-	float x[4] = {}, s0 = 0.0f, s1 = 0.0f;
-
-	for (uint32_t k = 0; k <= wide; k++) {
-		const float p0 = s0, p1 = s1;
-		float before[4];
+	const struct fc_source s = {a.scales + (uint64_t)b0 * wide,
+				    a.scales + (uint64_t)b1 * wide,
+				    (SECOND ? a.c.h_scales : a.c.x_scales) + tile.y +
+					    lane,
+				    a.c.nr_slots,
+				    tile.x >> 16,
+				    wide};
+	float x[4][4], w[4][2];
 
 #pragma unroll
-		for (uint32_t i = 0; i < 4; i++) {
-			const uint32_t token = lane + 32 * i;
-
-			before[i] = x[i];
-			x[i] = k < wide && token < n
-				       ? __ldcg(xs + (uint64_t)k * a.c.nr_slots + token)
-				       : 0.0f;
-		}
-		s0 = k < wide ? __ldg(w0 + k) : 0.0f;
-		s1 = k < wide ? __ldg(w1 + k) : 0.0f;
-		if (k == 0)
-			continue;
-		fc_wait_empty(sh, r);
+	for (uint32_t j = 0; j < 4; j++)
+		fc_scales(s, j, x[j], w[j]);
+	for (uint32_t from = 0; from < wide; from += 4) {
 #pragma unroll
-		for (uint32_t i = 0; i < 4; i++) {
-			sh.factor[r.stage][0][lane + 32 * i] = before[i] * p0;
-			sh.factor[r.stage][1][lane + 32 * i] = before[i] * p1;
+		for (uint32_t j = 0; j < 4; j++) {
+			if (from + j >= wide)
+				continue;
+			fc_wait_empty(sh, r);
+#pragma unroll
+			for (uint32_t i = 0; i < 4; i++) {
+				sh.factor[r.stage][0][lane + 32 * i] = x[j][i] * w[j][0];
+				sh.factor[r.stage][1][lane + 32 * i] = x[j][i] * w[j][1];
+			}
+			__syncwarp();
+			if (lane == 0)
+				ptx_mbar_arrive(ptx_smem(&sh.full[r.stage]));
+			fc_next(r);
+			fc_scales(s, from + j + 4, x[j], w[j]);
 		}
-		__syncwarp();
-		if (lane == 0)
-			ptx_mbar_arrive(ptx_smem(&sh.full[r.stage]));
-		fc_next(r);
 	}
 }
 
@@ -194,12 +218,17 @@ __device__ __forceinline__ void fc_unit(float (&acc)[2][N / 2], struct fc_shared
 				wgm_desc(at + box * FC_BOX + half * (FC_BOX / 2));
 			float part[N / 2];
 
+			ptx_bar_sync(2 + wg, FC_USERS);
 			wgm_fence();
 #pragma unroll
-			for (int kk = 0; kk < 4; kk++)
+			for (int kk = 0; kk < 4; kk++) {
 				moe_wgmma_e4m3<N>(part, wgm_desc_at(w, kk * 2),
 						  wgm_desc_at(b, kk * 2), kk);
-			wgm_commit();
+				if (kk >= 2)
+					wgm_commit();
+			}
+			wgm_wait<1>();
+			ptx_bar_arrive(3 - wg, FC_USERS);
 			wgm_wait<0>();
 			wgm_keep(part);
 			fc_add<N>(acc[m], part, ptx_smem(sh.factor[r.stage][box]));
@@ -251,7 +280,10 @@ __device__ __forceinline__ void fc_store_h(const struct fc_args &a, struct fc_sh
 		const float scale =
 			kvk_fp8_act_scale(__uint_as_float(sh.amax[threadIdx.x]));
 
-		sh.quant[threadIdx.x] = kvk_quant_make(scale);
+		const struct kvk_quant q = kvk_quant_make(scale);
+
+		sh.quant[threadIdx.x] = make_uint4(
+			__float_as_uint(q.scale), __float_as_uint(q.inverse), q.quick, 0);
 		sh.amax[threadIdx.x] = 0;
 		if (threadIdx.x < n)
 			a.c.h_scales[(uint64_t)rb * a.c.nr_slots + tile.y + threadIdx.x] =
@@ -266,7 +298,9 @@ __device__ __forceinline__ void fc_store_h(const struct fc_args &a, struct fc_sh
 
 		if (i / 2 * 8 >= n)
 			continue;
-		kvk_quant_div(v, sh.quant[token]);
+		const uint4 q = sh.quant[token];
+
+		kvk_quant_div(v, {__uint_as_float(q.x), __uint_as_float(q.y), q.z != 0});
 		const uint32_t two = arch_f32_e4m3(v[0], v[1]);
 
 		row[((col / 16 ^ token) & 7) * 16 + col % 16] = (uint8_t)two;
@@ -278,12 +312,21 @@ __device__ __forceinline__ void fc_store_h(const struct fc_args &a, struct fc_sh
 	ptx_bar_sync(1, FC_USERS);
 }
 
+/* The slots that a warp stores: lane 4 c + i has that of token 32 c + 4 warp + i. */
+__device__ __forceinline__ uint32_t fc_slots(const struct fc_args &a, uint2 tile)
+{
+	const uint32_t lane = threadIdx.x % 32;
+	const uint32_t token = lane / 4 * 32 + threadIdx.x / 32 * 4 + lane % 4;
+
+	return token < tile.x >> 16 ? __ldcg(&a.c.list[tile.y + token]) : 0;
+}
+
 /* 32 tokens at a time: a token's 256 columns are 32 pieces of 16 bytes, piece c of token
  * i at c ^ (i & 7) */
 template <int N>
 __device__ __forceinline__ void fc_store_out(const struct fc_args &a,
 					     const float (&acc)[2][N / 2], uint2 tile,
-					     uint32_t rb, uint8_t *turn)
+					     uint32_t rb, uint32_t slots, uint8_t *turn)
 {
 	const uint32_t n = tile.x >> 16, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 	/* lane's row of an 8 x 8 matrix: token lane % 8 (+ 8), columns + 8 in odd ones */
@@ -314,11 +357,10 @@ __device__ __forceinline__ void fc_store_out(const struct fc_args &a,
 #pragma unroll
 		for (uint32_t i = 0; i < 4; i++) {
 			const uint32_t k = warp * 4 + i, col = rb * 256 + lane * 8;
+			const uint64_t slot = __shfl_sync(~0u, slots, c * 4 + i);
 
 			if (c * 32 + k >= n || col >= a.c.hidden)
 				continue;
-			const uint64_t slot = __ldcg(&a.c.list[tile.y + c * 32 + k]);
-
 			*(uint4 *)(a.c.out + slot * a.c.hidden + col) =
 				*(const uint4 *)(turn + k * 512u + (lane ^ (k & 7)) * 16);
 		}
@@ -334,70 +376,87 @@ __device__ __forceinline__ void fc_whole(const struct fc_args &a, struct fc_shar
 					 uint2 tile, uint32_t rb, struct fc_ring &r,
 					 uint8_t *turn)
 {
+	const uint32_t slots = SECOND ? fc_slots(a, tile) : 0;
 	float acc[2][N / 2];
 
 	fc_unit<N, SECOND>(acc, sh, a.cols / 128, r);
 	if constexpr (SECOND)
-		fc_store_out<N>(a, acc, tile, rb, turn);
+		fc_store_out<N>(a, acc, tile, rb, slots, turn);
 	else
 		fc_store_h<N>(a, sh, acc, tile, rb, turn);
 }
 
+/* The next unit; all lanes of a warp that is not the one that claims. */
+__device__ __forceinline__ uint4 fc_take(struct fc_shared &sh, struct fc_ring &r)
+{
+	const uint32_t q = r.units % FC_QUEUE;
+	uint4 unit;
+
+	ptx_mbar_wait(ptx_smem(&sh.q_full[q]), r.units / FC_QUEUE % 2);
+	unit = sh.unit[q];
+	__syncwarp();
+	if (threadIdx.x % 32 == 0)
+		ptx_mbar_arrive(ptx_smem(&sh.q_empty[q]));
+	r.units++;
+	return unit;
+}
+
 template <bool SECOND>
 __device__ __forceinline__ void fc_use(const struct fc_args &a, struct fc_shared &sh,
-				       uint32_t rblocks, struct fc_ring r, uint8_t *turn)
+				       struct fc_ring r, uint8_t *turn)
 {
-	const uint32_t units = __ldcg(a.c.nr_tiles) * rblocks;
-	uint2 next = blockIdx.x < units ? __ldcg(&a.c.tiles[blockIdx.x / rblocks])
-					: make_uint2(0, 0);
+	if (threadIdx.x >= FC_USERS / 2)
+		ptx_bar_arrive(2, FC_USERS);
+	for (;;) {
+		const uint4 unit = fc_take(sh, r);
+		const uint2 tile = make_uint2(unit.x, unit.y);
 
-	for (uint32_t u = blockIdx.x; u < units; u += gridDim.x) {
-		const uint2 tile = next;
-
-		if (u + gridDim.x < units)
-			next = __ldcg(&a.c.tiles[(u + gridDim.x) / rblocks]);
 		switch (((tile.x >> 16) + 15) / 16) {
+		case 0:
+			return;
 		case 1:
 		case 2:
-			fc_whole<32, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			fc_whole<32, SECOND>(a, sh, tile, unit.z, r, turn);
 			break;
 		case 3:
 		case 4:
-			fc_whole<64, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			fc_whole<64, SECOND>(a, sh, tile, unit.z, r, turn);
 			break;
 		case 5:
-			fc_whole<80, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			fc_whole<80, SECOND>(a, sh, tile, unit.z, r, turn);
 			break;
 		case 6:
-			fc_whole<96, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			fc_whole<96, SECOND>(a, sh, tile, unit.z, r, turn);
 			break;
 		case 7:
-			fc_whole<112, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			fc_whole<112, SECOND>(a, sh, tile, unit.z, r, turn);
 			break;
 		default:
-			fc_whole<128, SECOND>(a, sh, tile, u % rblocks, r, turn);
+			fc_whole<128, SECOND>(a, sh, tile, unit.z, r, turn);
 		}
 	}
 }
 
-/* A feeding warp's way: copies or factors. */
-template <bool SECOND, bool COPY>
-__device__ __forceinline__ void fc_units(const struct fc_args &a, struct fc_shared &sh,
+/* Claim units, tell everybody, copy; one lane. */
+template <bool SECOND>
+__device__ __forceinline__ void fc_claim(const struct fc_args &a, struct fc_shared &sh,
 					 uint32_t rblocks, struct fc_ring r)
 {
-	const uint32_t units = __ldcg(a.c.nr_tiles) * rblocks;
-	uint2 next = blockIdx.x < units ? __ldcg(&a.c.tiles[blockIdx.x / rblocks])
-					: make_uint2(0, 0);
+	const uint32_t nr_tiles = __ldcg(a.c.nr_tiles), units = nr_tiles * rblocks;
 
-	for (uint32_t u = blockIdx.x; u < units; u += gridDim.x) {
-		const uint2 tile = next;
+	for (uint32_t u = blockIdx.x;; r.units++) {
+		const uint32_t q = r.units % FC_QUEUE;
+		const struct moe_where at = moe_unit_where(u, nr_tiles, rblocks);
+		const uint2 tile =
+			u < units ? __ldcg(&a.c.tiles[at.tile]) : make_uint2(0, 0);
 
-		if (u + gridDim.x < units)
-			next = __ldcg(&a.c.tiles[(u + gridDim.x) / rblocks]);
-		if (COPY)
-			fc_feed<SECOND>(a, sh, tile, u % rblocks, r);
-		else
-			fc_factors<SECOND>(a, sh, tile, u % rblocks, r);
+		ptx_mbar_wait(ptx_smem(&sh.q_empty[q]), r.units / FC_QUEUE % 2 ^ 1);
+		sh.unit[q] = make_uint4(tile.x, tile.y, at.rb, 0);
+		ptx_mbar_arrive(ptx_smem(&sh.q_full[q]));
+		if (u >= units)
+			return;
+		u = gridDim.x + atomicAdd(&a.c.claim[SECOND], 1u);
+		fc_feed<SECOND>(a, sh, tile, at.rb, r);
 	}
 }
 
@@ -417,6 +476,10 @@ __global__ void __launch_bounds__(FC_THREADS, 1)
 			ptx_mbar_init(ptx_smem(&sh.full[i]), 2);
 			ptx_mbar_init(ptx_smem(&sh.empty[i]), FC_USERS / 32);
 		}
+		for (uint32_t i = 0; i < FC_QUEUE; i++) {
+			ptx_mbar_init(ptx_smem(&sh.q_full[i]), 1);
+			ptx_mbar_init(ptx_smem(&sh.q_empty[i]), FC_USERS / 32 + 1);
+		}
 		ptx_fence_async();
 	}
 	if (threadIdx.x < MOE_CHUNK_TOKENS)
@@ -426,14 +489,16 @@ __global__ void __launch_bounds__(FC_THREADS, 1)
 	ptx_grid_wait();
 	if (threadIdx.x < FC_USERS) {
 		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(FC_REGS_USE));
-		fc_use<SECOND>(a, sh, rblocks, r, dynamic + pad + FC_STAGES * FC_STAGE);
+		fc_use<SECOND>(a, sh, r, dynamic + pad + FC_STAGES * FC_STAGE);
 		return;
 	}
 	SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FC_REGS_FEED));
-	if (threadIdx.x == FC_USERS)
-		fc_units<SECOND, true>(a, sh, rblocks, r);
-	else if (threadIdx.x / 32 == FC_USERS / 32 + 1)
-		fc_units<SECOND, false>(a, sh, rblocks, r);
+	if (threadIdx.x == FC_USERS) {
+		fc_claim<SECOND>(a, sh, rblocks, r);
+	} else if (threadIdx.x / 32 == FC_USERS / 32 + 1) {
+		for (uint4 unit; (unit = fc_take(sh, r)).x;)
+			fc_factors<SECOND>(a, sh, make_uint2(unit.x, unit.y), unit.z, r);
+	}
 }
 
 #endif /* KVK_MOE_FP8_CHUNK_CUH */

@@ -19,6 +19,8 @@ struct moe_chunk {
 	const uint32_t *nr_tiles; /* the plan (moe_plan.cuh) */
 	const uint2 *tiles;
 	const uint32_t *list;
+	const uint32_t *place;
+	uint32_t *claim;  /* [2] units claimed of each product; cleared by the plan */
 	uint8_t *x_codes; /* e4m3 [hidden / 128][nr_slots][128], in the plan's order */
 	float *x_scales;  /* [hidden / 128][nr_slots] */
 	uint8_t *h_codes; /* as x_codes, of inter */

@@ -26,7 +26,8 @@
 
 /* struct i4_layout - offsets in the workspace */
 struct i4_layout {
-	size_t tiles, list, done1, done2, amax, h, out, h_panels, x_back, h_back, bytes;
+	size_t tiles, list, done1, done2, amax, h, out, h_panels, x_back, h_back, place,
+		bytes;
 	uint32_t tiles_max, nr_zero, rblocks2;
 };
 
@@ -57,6 +58,8 @@ static uint32_t wide_tile(const struct kvk_moe_args *a)
 {
 	const uint32_t slots = a->nr_tokens * a->top_k, e = a->experts.nr_experts;
 
+	if (a->experts.hidden > MOE_WIDE_COLS || a->experts.inter > MOE_WIDE_COLS)
+		return 0;
 	if (slots < (a->experts.inter < 1024 ? WIDE_NARROW : WIDE_MEAN) * e)
 		return 0;
 	return slots <= WIDE_MIDDLE * e ? 64 : 128;
@@ -86,7 +89,8 @@ static struct i4_layout i4_layout_make(const struct kvk_moe_args *a,
 		return l;
 	l.x_back = ALIGN_UP(l.h_panels + (size_t)slots * a->experts.inter * 2);
 	l.h_back = ALIGN_UP(l.x_back + (size_t)slots * 4);
-	l.bytes = ALIGN_UP(l.h_back + (size_t)slots * 4);
+	l.place = ALIGN_UP(l.h_back + (size_t)slots * 4);
+	l.bytes = ALIGN_UP(l.place + (size_t)slots * 4);
 	return l;
 }
 
@@ -241,6 +245,7 @@ static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,
 	w.nr_tiles = plan.nr_tiles = (uint32_t *)ws + 2;
 	w.tiles = plan.tiles = (uint2 *)(ws + l->tiles);
 	w.list = plan.list = (uint32_t *)(ws + l->list);
+	w.place = plan.place = (uint32_t *)(ws + l->place);
 	w.h = (float *)(ws + l->h);
 	w.out = (float *)(ws + l->out);
 	w.x_panels = ws + l->out; /* read before out is written */

@@ -7,15 +7,17 @@
  * largest value near 2^14 (x: exact), in the layout that moe_int4_wide.cuh copies to shared
  * memory as it is:
  *
- *	[64 columns][row][128 bytes], 16-byte piece c of the r-th row of an expert at c ^ (r & 7)
+ *	[64 columns][row][128 bytes], 16-byte piece c of the r-th row of a tile at c ^ (r & 7)
  *	inside 32 columns: column 8 t + 4 i + 2 h + e at 16 i + 8 h + 2 t + e
  */
 #include "fp8.h"
 #include "moe_int4_wide.h"
+#include "moe_plan.cuh"
 #include "moe_ptx.cuh"
 #include "moe_start.cuh"
 
-#define PACK_WARPS 8u
+#define PACK_WARPS  8u
+#define PACK_PIECES (MOE_WIDE_COLS / 8 / PACK_WARPS / 32)
 
 /* Power of two that brings a largest value near 2^14; 1 for Inf and NaN. */
 __device__ __forceinline__ float pack_scale(uint32_t amax_bits)
@@ -38,67 +40,88 @@ __device__ __forceinline__ float2 pack_two(const float *row, uint32_t i)
 	return __ldcg((const float2 *)row + i);
 }
 
-/* One row; a warp. @r: its number among its expert's rows */
-template <typename X>
-__device__ __forceinline__ float pack_row(const X *row, uint32_t cols, uint8_t *dst,
-					  uint64_t panel, uint32_t r)
+/* The largest value's bits of the CTA's threads. */
+__device__ __forceinline__ uint32_t pack_top(uint32_t top)
 {
-	const uint32_t lane = threadIdx.x % 32;
-	uint32_t top = 0;
+	using tops = uint32_t[PACK_WARPS];
+	MOE_SHARED(tops, all);
 
-#pragma unroll 4
-	for (uint32_t i = lane; i < cols / 2; i += 32) {
-		const float2 v = pack_two(row, i);
-
-		top = max(top, max(__float_as_uint(v.x) & 0x7fffffffu,
-				   __float_as_uint(v.y) & 0x7fffffffu));
-	}
-	const float scale = pack_scale(__reduce_max_sync(~0u, top));
-
-#pragma unroll 2
-	for (uint32_t i = lane; i < cols / 8; i += 32) {
-		uint32_t p[4];
-
+	top = __reduce_max_sync(~0u, top);
+	if (threadIdx.x % 32 == 0)
+		all[threadIdx.x / 32] = top;
+	__syncthreads();
 #pragma unroll
-		for (uint32_t t = 0; t < 4; t++) {
-			const float2 v = pack_two(row, i / 4 * 16 + 4 * t + i % 4);
-
-			p[t] = ptx_f16x2(v.x * scale, v.y * scale);
-		}
-		*(uint4 *)(dst + i / 8 * panel + ((i ^ r) & 7) * 16) =
-			make_uint4(p[0], p[1], p[2], p[3]);
-	}
-	/* its inverse, exactly */
-	return __uint_as_float((254u << 23) - __float_as_uint(scale));
+	for (uint32_t w = 0; w < PACK_WARPS; w++)
+		top = max(top, all[w]);
+	return top;
 }
 
-/* grid: (tiles, parts of a tile) */
+/* One row to its places; a CTA. A thread has up to PACK_PIECES pieces of eight columns. */
+template <typename X>
+__device__ __forceinline__ void pack_row(const X *row, uint32_t cols, uint8_t *panels,
+					 float *backs, uint32_t nr_slots,
+					 const uint32_t *place, uint32_t nr_places)
+{
+	const uint64_t panel = (uint64_t)nr_slots * 128u;
+	float2 v[PACK_PIECES][4];
+	uint32_t top = 0;
+	float scale;
+
+#pragma unroll
+	for (uint32_t k = 0; k < PACK_PIECES; k++) {
+		const uint32_t i = threadIdx.x + k * PACK_WARPS * 32;
+
+#pragma unroll
+		for (uint32_t t = 0; t < 4 && i < cols / 8; t++) {
+			v[k][t] = pack_two(row, i / 4 * 16 + 4 * t + i % 4);
+			top = max(top, max(__float_as_uint(v[k][t].x) & 0x7fffffffu,
+					   __float_as_uint(v[k][t].y) & 0x7fffffffu));
+		}
+	}
+	scale = pack_scale(pack_top(top));
+#pragma unroll
+	for (uint32_t k = 0; k < PACK_PIECES; k++) {
+		const uint32_t i = threadIdx.x + k * PACK_WARPS * 32;
+		uint32_t p[4];
+
+		if (i >= cols / 8)
+			continue;
+#pragma unroll
+		for (uint32_t t = 0; t < 4; t++)
+			p[t] = ptx_f16x2(v[k][t].x * scale, v[k][t].y * scale);
+		for (uint32_t j = 0; j < nr_places; j++) {
+			const uint32_t at = __ldcg(place + j);
+			const uint64_t pos = at & ((1u << MOE_PLACE_ROW) - 1);
+
+			*(uint4 *)(panels + i / 8 * panel + pos * 128u +
+				   ((i ^ at >> MOE_PLACE_ROW) & 7) * 16) =
+				make_uint4(p[0], p[1], p[2], p[3]);
+		}
+	}
+	/* its inverse, exactly */
+	if (threadIdx.x < nr_places)
+		backs[__ldcg(place + threadIdx.x) & ((1u << MOE_PLACE_ROW) - 1)] =
+			__uint_as_float((254u << 23) - __float_as_uint(scale)) / 64.0f;
+}
+
+/* grid: (tokens), or (slots) */
 template <bool SECOND>
 __global__ void __launch_bounds__(PACK_WARPS * 32)
 	wide_pack(const __grid_constant__ struct moe_wide a)
 {
-	const uint32_t warp = blockIdx.y * PACK_WARPS + threadIdx.x / 32;
-	const uint64_t panel = (uint64_t)a.nr_slots * 128u;
+	const uint64_t row = blockIdx.x;
 
 	ptx_grid_launch();
 	ptx_grid_wait();
-	if (blockIdx.x >= __ldcg(a.nr_tiles))
-		return;
-	const uint2 tile = __ldcg(&a.tiles[blockIdx.x]);
+	if (SECOND) {
+		const uint32_t *place = a.place + row;
+		const uint32_t pos = __ldcg(place) & ((1u << MOE_PLACE_ROW) - 1);
 
-	for (uint32_t r = warp; r < tile.x >> 16; r += gridDim.y * PACK_WARPS) {
-		const uint64_t pos = tile.y + r;
-		float back;
-
-		if (SECOND)
-			back = pack_row(a.h + pos * a.inter, a.inter,
-					a.h_panels + pos * 128u, panel, r);
-		else
-			back = pack_row(a.x + (uint64_t)(__ldcg(&a.list[pos]) / a.top_k) *
-							a.hidden,
-					a.hidden, a.x_panels + pos * 128u, panel, r);
-		if (threadIdx.x % 32 == 0)
-			(SECOND ? a.h_back : a.x_back)[pos] = back / 64.0f;
+		pack_row(a.h + (uint64_t)pos * a.inter, a.inter, a.h_panels, a.h_back,
+			 a.nr_slots, place, 1);
+	} else {
+		pack_row(a.x + row * a.hidden, a.hidden, a.x_panels, a.x_back, a.nr_slots,
+			 a.place + row * a.top_k, a.top_k);
 	}
 }
 
@@ -161,15 +184,15 @@ int moe_wide_sum(const struct moe_wide *a, void *stream)
 
 int moe_wide_launch(const struct moe_wide *a, void *stream)
 {
-	const dim3 tiles(a->tiles_max,
-			 (a->tile_tokens + 2 * PACK_WARPS - 1) / (2 * PACK_WARPS));
 	int r;
 
-	r = moe_start(wide_pack<false>, tiles, PACK_WARPS * 32, 0, a, stream);
+	r = moe_start(wide_pack<false>, dim3(a->nr_tokens), PACK_WARPS * 32, 0, a,
+		      stream);
 	if (!r)
 		r = wide_product(a, 0, stream);
 	if (!r)
-		r = moe_start(wide_pack<true>, tiles, PACK_WARPS * 32, 0, a, stream);
+		r = moe_start(wide_pack<true>, dim3(a->nr_slots), PACK_WARPS * 32, 0, a,
+			      stream);
 	if (!r)
 		r = wide_product(a, 1, stream);
 	return r ? r : moe_wide_sum(a, stream);

@@ -12,13 +12,14 @@
  * weights (wide_pack), and come as they are by bulk copies, as do the bricks: one lane
  * feeds a ring of stages that never drains between units.
  *
- * Units follow each other by token tile; CTA c has units c, c + grid, ...
+ * CTA c has units c, c + grid, ... of moe_unit_where().
  */
 #ifndef KVK_MOE_INT4_WIDE_CUH
 #define KVK_MOE_INT4_WIDE_CUH
 
 #include "moe_int4_wide.h"
 #include "moe_pack.h"
+#include "moe_plan.cuh"
 #include "moe_ptx.cuh"
 #include "moe_start.cuh"
 #include "moe_wgmma.cuh"
@@ -293,22 +294,37 @@ __device__ __forceinline__ void wide_pick(const struct moe_wide &a, uint2 tile,
 	}
 }
 
-/* The consumers' way through the units. */
-template <int N, int G, bool SECOND>
-__device__ __forceinline__ void wide_use(const struct moe_wide &a, uint32_t rblocks,
-					 struct wide_ring r)
+/* struct wide_way - a warp's way through the units. A unit's tile is read while the one before
+ * is at work. */
+struct wide_way {
+	uint32_t u, units, nr_tiles, rblocks;
+	uint2 next;
+};
+
+__device__ __forceinline__ struct wide_way wide_begin(const struct moe_wide &a,
+						      uint32_t rblocks)
 {
-	const uint32_t units = __ldcg(a.nr_tiles) * rblocks;
-	uint2 next = blockIdx.x < units ? __ldcg(&a.tiles[blockIdx.x / rblocks])
-					: make_uint2(0, 0);
+	const uint32_t nr_tiles = __ldcg(a.nr_tiles);
+	struct wide_way w = {blockIdx.x, nr_tiles * rblocks, nr_tiles, rblocks, {}};
 
-	for (uint32_t u = blockIdx.x; u < units; u += gridDim.x) {
-		const uint2 tile = next;
+	if (w.u < w.units)
+		w.next = __ldcg(&a.tiles[moe_unit_where(w.u, nr_tiles, rblocks).tile]);
+	return w;
+}
 
-		if (u + gridDim.x < units)
-			next = __ldcg(&a.tiles[(u + gridDim.x) / rblocks]);
-		wide_pick<(N == 128 ? 64 : 32), N, G, SECOND>(a, tile, u % rblocks, r);
-	}
+/* False: there is none. */
+__device__ __forceinline__ bool
+wide_unit_next(const struct moe_wide &a, struct wide_way &w, uint2 &tile, uint32_t &rb)
+{
+	if (w.u >= w.units)
+		return false;
+	rb = moe_unit_where(w.u, w.nr_tiles, w.rblocks).rb;
+	tile = w.next;
+	w.u += gridDim.x;
+	if (w.u < w.units)
+		w.next =
+			__ldcg(&a.tiles[moe_unit_where(w.u, w.nr_tiles, w.rblocks).tile]);
+	return true;
 }
 
 template <int N, int G, bool SECOND>
@@ -321,6 +337,8 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 	const struct wide_mat &m = SECOND ? a.w2 : a.w13;
 	const uint32_t rblocks = (m.mtiles + WIDE_WARPS - 1) / WIDE_WARPS;
 	struct wide_ring r = {};
+	uint2 tile;
+	uint32_t rb;
 
 	r.tokens = (ptx_smem(dynamic) + 1023u) & ~1023u;
 	r.bricks = r.tokens + S::STAGES * S::TOKENS;
@@ -338,24 +356,17 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 	ptx_grid_wait();
 	if (threadIdx.x >= WIDE_USERS) {
 		SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WIDE_REGS_FEED));
-		const uint32_t units = __ldcg(a.nr_tiles) * rblocks;
-
 		if (threadIdx.x >= WIDE_USERS + 32)
 			return;
-		uint2 next = blockIdx.x < units ? __ldcg(&a.tiles[blockIdx.x / rblocks])
-						: make_uint2(0, 0);
-
-		for (uint32_t u = blockIdx.x; u < units; u += gridDim.x) {
-			const uint2 tile = next;
-
-			if (u + gridDim.x < units)
-				next = __ldcg(&a.tiles[(u + gridDim.x) / rblocks]);
-			wide_feed<N, G>(a, m, SECOND ? a.h_panels : a.x_panels, tile,
-					u % rblocks, r);
-		}
+		for (struct wide_way w = wide_begin(a, rblocks);
+		     wide_unit_next(a, w, tile, rb);)
+			wide_feed<N, G>(a, m, SECOND ? a.h_panels : a.x_panels, tile, rb,
+					r);
 	} else {
 		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WIDE_REGS_USE));
-		wide_use<N, G, SECOND>(a, rblocks, r);
+		for (struct wide_way w = wide_begin(a, rblocks);
+		     wide_unit_next(a, w, tile, rb);)
+			wide_pick<(N == 128 ? 64 : 32), N, G, SECOND>(a, tile, rb, r);
 	}
 }
 

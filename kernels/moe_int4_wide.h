@@ -9,6 +9,8 @@
 #include <stdint.h>
 #include <vector_types.h>
 
+#define MOE_WIDE_COLS 8192u /* of a token, or of h, at most */
+
 /* struct wide_mat - a packed matrix of all experts (moe_pack.h) */
 struct wide_mat {
 	const uint8_t *base;
@@ -29,6 +31,7 @@ struct moe_wide {
 	const uint32_t *nr_tiles; /* the plan (moe_plan.cuh), tiles of tile_tokens */
 	const uint2 *tiles;
 	const uint32_t *list;
+	const uint32_t *place; /* INT4 only */
 	uint8_t *x_panels; /* [hidden / 64][nr_slots][128 bytes], in the plan's order */
 	float *x_back;	   /* [nr_slots] what a row of x_panels was divided by, / 64 */
 	float *h;	   /* [nr_slots][inter], in the plan's order */

@@ -67,8 +67,12 @@ __device__ __forceinline__ void plan_walk(const struct moe_plan &p,
 			uint32_t base = slot < to ? sh.count[warp][id] : 0;
 
 			__syncwarp();
-			if (slot < to && place)
+			if (slot < to && place) {
 				p.list[sh.first[id] + base + rank] = slot;
+				if (p.place)
+					p.place[slot] = (sh.first[id] + base + rank) |
+							(base + rank) << MOE_PLACE_ROW;
+			}
 			if (slot < to && rank == 0)
 				sh.count[warp][id] = (uint16_t)(base + __popc(same));
 			__syncwarp();

@@ -12,6 +12,7 @@
 
 #define MOE_PLAN_THREADS 1024u
 #define MOE_PLAN_EXPERTS 512u
+#define MOE_PLACE_ROW	 29u
 
 /* struct moe_plan - all pointers are device memory; a slot is token * top_k + k */
 struct moe_plan {
@@ -28,7 +29,32 @@ struct moe_plan {
 	uint32_t *nr_tiles; /* written */
 	uint2 *tiles;	    /* expert | tokens << 16, first position in list */
 	uint32_t *list;	    /* slots sorted by expert */
+	uint32_t *place;    /* or NULL: [slot] its position in list | its number among its
+			     * tile's tokens, modulo 8, << MOE_PLACE_ROW (tiles of 8 n tokens) */
 };
+
+/* A persistent kernel's unit: row block of a tile. Eight tiles in turn share a row block, so
+ * that the tiles of an expert read the same weights at about the same time. */
+struct moe_where {
+	uint32_t tile, rb;
+};
+
+#ifdef __CUDACC__
+#define MOE_PLAN_DEV static __device__ __forceinline__
+#else
+#define MOE_PLAN_DEV static inline
+#endif
+
+MOE_PLAN_DEV struct moe_where moe_unit_where(uint32_t u, uint32_t nr_tiles,
+					     uint32_t rblocks)
+{
+	const uint32_t first = u / (8 * rblocks) * 8;
+	const uint32_t left = nr_tiles - first < 8 ? nr_tiles - first : 8;
+	const uint32_t v = u - first * rblocks;
+	const struct moe_where w = {first + v % left, v / left};
+
+	return w;
+}
 
 int moe_plan_launch(const struct moe_plan *p, void *stream);
 
