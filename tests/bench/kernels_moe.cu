@@ -344,11 +344,23 @@ free_buffers:
 /* ------------------------------------------------------------------------------- a layer
  */
 
+uint8_t *kvb_bricks_new(struct kvb_ctx *ctx, const struct kvk_experts *e, int second)
+{
+	const size_t bytes = kvk_moe_packed_bytes(e, second) * e->nr_experts;
+	uint8_t *p;
+
+	KVB_CUDA(cudaMalloc((void **)&p, bytes));
+	fill_bricks<<<1056, 256, 0, ctx->stream>>>(
+		(uint32_t *)p, bytes / 4, (2048 + 8192 / e->group) / 4, 1 + second,
+		second ? 1.0f / 128 : 1.0f / 256);
+	KVB_CUDA(cudaGetLastError());
+	return p;
+}
+
 static size_t data_alloc(struct kvb_ctx *ctx, struct moe_data *d, const struct model *m,
 			 uint32_t tokens_max)
 {
 	struct kvk_moe_args a = {};
-	size_t b13, b2;
 
 	memset(d, 0, sizeof(*d));
 	d->top_k = m->nr_experts < 64 ? 4 : TOP_K;
@@ -359,19 +371,10 @@ static size_t data_alloc(struct kvb_ctx *ctx, struct moe_data *d, const struct m
 	d->e.nr_experts = m->nr_experts;
 	d->e.hidden = m->hidden;
 	d->e.inter = m->inter;
-	b13 = kvk_moe_packed_bytes(&d->e, 0);
-	b2 = kvk_moe_packed_bytes(&d->e, 1);
-	KVB_CUDA(cudaMalloc((void **)&d->w13, b13 * m->nr_experts));
-	KVB_CUDA(cudaMalloc((void **)&d->w2, b2 * m->nr_experts));
+	d->w13 = kvb_bricks_new(ctx, &d->e, 0);
+	d->w2 = kvb_bricks_new(ctx, &d->e, 1);
 	d->e.w13 = d->w13;
 	d->e.w2 = d->w2;
-	fill_bricks<<<1056, 256, 0, ctx->stream>>>(
-		(uint32_t *)d->w13, b13 / 4 * m->nr_experts, (2048 + 8192 / m->group) / 4,
-		1, 1.0f / 256);
-	fill_bricks<<<1056, 256, 0, ctx->stream>>>(
-		(uint32_t *)d->w2, b2 / 4 * m->nr_experts, (2048 + 8192 / m->group) / 4,
-		2, 1.0f / 128);
-	KVB_CUDA(cudaGetLastError());
 	KVB_CUDA(cudaMalloc((void **)&d->x, (size_t)tokens_max * m->hidden * 2));
 	KVB_CUDA(cudaMalloc((void **)&d->y, (size_t)tokens_max * m->hidden * 2));
 	kvb_fill_bf16(ctx, d->x, (size_t)tokens_max * m->hidden, 3, 1.0f);
@@ -387,7 +390,7 @@ static size_t data_alloc(struct kvb_ctx *ctx, struct moe_data *d, const struct m
 	a.act_dtype = KVK_BF16;
 	d->ws_bytes = kvk_moe_int4_workspace(&a);
 	KVB_CUDA(cudaMalloc(&d->ws, d->ws_bytes));
-	return b13 + b2;
+	return kvk_moe_packed_bytes(&d->e, 0) + kvk_moe_packed_bytes(&d->e, 1);
 }
 
 static void data_free(struct moe_data *d)
@@ -561,6 +564,8 @@ int kvb_kernels_moe(struct kvb_ctx *ctx)
 	}
 	if (!r)
 		r = fp8_lines(ctx);
+	if (!r)
+		r = kvb_layer_lines(ctx);
 	if (!r)
 		r = kvb_dense_lines(ctx);
 	return r;

@@ -1,0 +1,249 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kernels_layer.cu - the expert half of a decode layer of Kimi K2 as one graph in
+ * kvbench-kernels: norm, router, routed experts in INT4, shared expert in BF16. One thread.
+ *
+ * The floor is the sum of the bytes of router, shared expert and the distinct experts that the
+ * router chose, over the read ceiling.
+ */
+#include "kernels_moe.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "kernels/moe_cuda.h"
+
+enum { HIDDEN = 7168, INTER = 2048, EXPERTS = 384, TOP_K = 8, GROUP = 32 };
+enum { TOKENS_MAX = 128, SETS_MAX = 16 };
+
+/* struct layer - device memory; the residual differs from set to set, so the router's choice
+ * does, and x is too small to change that however often it is added */
+struct layer {
+	struct kvk_experts e;
+	uint8_t *w13, *w2, *router, *shared13, *shared2;
+	uint16_t *x, *residual, *normed, *y, *gu, *act;
+	float *norm, *logits, *weights;
+	uint32_t *ids;
+	void *ws;
+	size_t ws_bytes;
+	uint32_t nr_tokens;
+};
+
+static int layer_linear(struct kvb_ctx *ctx, const struct layer *d, const void *w,
+			uint32_t rows, uint32_t cols, const void *x, void *y,
+			uint32_t y_dtype, bool accumulate)
+{
+	struct kvk_linear_args a = {};
+
+	a.w.data = w;
+	a.w.dtype = KVK_BF16;
+	a.w.rows = rows;
+	a.w.cols = cols;
+	a.x = x;
+	a.y = y;
+	a.nr_tokens = d->nr_tokens;
+	a.x_dtype = KVK_BF16;
+	a.y_dtype = y_dtype;
+	a.nr_batch = 1;
+	a.accumulate = accumulate;
+	return kvk_cuda_ops()->linear(&a, ctx->stream);
+}
+
+static int layer_norm(struct kvb_ctx *ctx, const struct layer *d, uint32_t set)
+{
+	struct kvk_norm_args a = {};
+
+	a.x = d->x;
+	a.residual = d->residual + (size_t)set * d->nr_tokens * HIDDEN;
+	a.weight = d->norm;
+	a.y = d->normed;
+	a.eps = 1e-6f;
+	a.nr_rows = d->nr_tokens;
+	a.cols = a.x_stride = a.y_stride = HIDDEN;
+	a.act_dtype = KVK_BF16;
+	return kvk_cuda_ops()->norm(&a, ctx->stream);
+}
+
+static int layer_route(struct kvb_ctx *ctx, const struct layer *d)
+{
+	struct kvk_moe_route_args a = {};
+
+	a.logits = d->logits;
+	a.ret_ids = d->ids;
+	a.ret_weights = d->weights;
+	a.nr_tokens = d->nr_tokens;
+	a.nr_experts = EXPERTS;
+	a.top_k = TOP_K;
+	a.nr_groups = a.top_groups = 1;
+	a.norm = true;
+	a.scale = 2.5f;
+	return kvk_cuda_ops()->moe_route(&a, ctx->stream);
+}
+
+static int layer_experts(struct kvb_ctx *ctx, const struct layer *d)
+{
+	struct kvk_moe_args a = {};
+
+	a.experts = d->e;
+	a.x = d->normed;
+	a.y = d->y;
+	a.ids = d->ids;
+	a.weights = d->weights;
+	a.nr_tokens = d->nr_tokens;
+	a.top_k = TOP_K;
+	a.act_dtype = KVK_BF16;
+	a.workspace = d->ws;
+	a.workspace_bytes = d->ws_bytes;
+	return kvk_cuda_ops()->moe_int4(&a, ctx->stream);
+}
+
+static int layer_shared(struct kvb_ctx *ctx, const struct layer *d)
+{
+	struct kvk_silu_args s = {};
+	int r = layer_linear(ctx, d, d->shared13, 2 * INTER, HIDDEN, d->normed, d->gu,
+			     KVK_BF16, false);
+
+	s.gu = d->gu;
+	s.y = d->act;
+	s.nr_tokens = d->nr_tokens;
+	s.inter = INTER;
+	s.act_dtype = KVK_BF16;
+	if (!r)
+		r = kvk_cuda_ops()->silu(&s, ctx->stream);
+	return r ? r
+		 : layer_linear(ctx, d, d->shared2, HIDDEN, INTER, d->act, d->y, KVK_BF16,
+				true);
+}
+
+static int call_layer(struct kvb_ctx *ctx, void *arg, uint32_t set)
+{
+	const struct layer *d = (const struct layer *)arg;
+	int r = layer_norm(ctx, d, set);
+
+	if (!r)
+		r = layer_linear(ctx, d, d->router, EXPERTS, HIDDEN, d->normed, d->logits,
+				 KVK_F32, false);
+	if (!r)
+		r = layer_route(ctx, d);
+	if (!r)
+		r = layer_experts(ctx, d);
+	return r ? r : layer_shared(ctx, d);
+}
+
+/* Distinct experts that a set chooses, on average. */
+static int layer_distinct(struct kvb_ctx *ctx, struct layer *d, uint32_t nr_sets,
+			  double *ret_distinct)
+{
+	uint32_t ids[TOKENS_MAX * TOP_K];
+	uint8_t used[EXPERTS];
+	double sum = 0;
+
+	for (uint32_t set = 0; set < nr_sets; set++) {
+		const int r = call_layer(ctx, d, set);
+
+		if (r)
+			return r;
+		KVB_CUDA(cudaMemcpyAsync(ids, d->ids, (size_t)d->nr_tokens * TOP_K * 4,
+					 cudaMemcpyDeviceToHost, ctx->stream));
+		KVB_CUDA(cudaStreamSynchronize(ctx->stream));
+		memset(used, 0, sizeof(used));
+		for (uint32_t i = 0; i < d->nr_tokens * TOP_K; i++) {
+			sum += !used[ids[i]];
+			used[ids[i]] = 1;
+		}
+	}
+	*ret_distinct = sum / nr_sets;
+	return 0;
+}
+
+static void *layer_bf16(struct kvb_ctx *ctx, size_t n, uint64_t seed, float stddev)
+{
+	void *p;
+
+	KVB_CUDA(cudaMalloc(&p, n * 2));
+	kvb_fill_bf16(ctx, p, n, seed, stddev);
+	return p;
+}
+
+static void *layer_f32(struct kvb_ctx *ctx, size_t n, uint64_t seed)
+{
+	void *p;
+
+	KVB_CUDA(cudaMalloc(&p, n * 4));
+	kvb_fill_f32(ctx, (float *)p, n, seed, 1.0f);
+	return p;
+}
+
+static void layer_init(struct kvb_ctx *ctx, struct layer *d)
+{
+	struct kvk_moe_args a = {};
+
+	d->e.dtype = KVK_INT4;
+	d->e.group = GROUP;
+	d->e.scale_dtype = KVK_BF16;
+	d->e.order = KVK_ORDER_PACKED;
+	d->e.nr_experts = EXPERTS;
+	d->e.hidden = HIDDEN;
+	d->e.inter = INTER;
+	d->w13 = kvb_bricks_new(ctx, &d->e, 0);
+	d->w2 = kvb_bricks_new(ctx, &d->e, 1);
+	d->e.w13 = d->w13;
+	d->e.w2 = d->w2;
+	d->router = (uint8_t *)layer_bf16(ctx, (size_t)EXPERTS * HIDDEN, 21, 0.02f);
+	d->shared13 = (uint8_t *)layer_bf16(ctx, 2ul * INTER * HIDDEN, 22, 0.01f);
+	d->shared2 = (uint8_t *)layer_bf16(ctx, (size_t)INTER * HIDDEN, 23, 0.02f);
+	d->x = (uint16_t *)layer_bf16(ctx, (size_t)TOKENS_MAX * HIDDEN, 24, 1e-3f);
+	d->residual = (uint16_t *)layer_bf16(ctx, (size_t)SETS_MAX * TOKENS_MAX * HIDDEN,
+					     25, 1.0f);
+	d->normed = (uint16_t *)layer_bf16(ctx, (size_t)TOKENS_MAX * HIDDEN, 26, 1.0f);
+	d->y = (uint16_t *)layer_bf16(ctx, (size_t)TOKENS_MAX * HIDDEN, 27, 1.0f);
+	d->gu = (uint16_t *)layer_bf16(ctx, 2ul * TOKENS_MAX * INTER, 28, 1.0f);
+	d->act = (uint16_t *)layer_bf16(ctx, (size_t)TOKENS_MAX * INTER, 29, 1.0f);
+	d->norm = (float *)layer_f32(ctx, HIDDEN, 30);
+	d->logits = (float *)layer_f32(ctx, (size_t)TOKENS_MAX * EXPERTS, 31);
+	d->weights = (float *)layer_f32(ctx, (size_t)TOKENS_MAX * TOP_K, 32);
+	d->ids = (uint32_t *)layer_f32(ctx, (size_t)TOKENS_MAX * TOP_K, 33);
+	a.experts = d->e;
+	a.nr_tokens = TOKENS_MAX;
+	a.top_k = TOP_K;
+	a.act_dtype = KVK_BF16;
+	d->ws_bytes = kvk_moe_workspace_cuda(&a);
+	KVB_CUDA(cudaMalloc(&d->ws, d->ws_bytes));
+}
+
+static void layer_fini(struct layer *d)
+{
+	void *all[] = {d->w13,	   d->w2,      d->router,   d->shared13,
+		       d->shared2, d->x,       d->residual, d->normed,
+		       d->y,	   d->gu,      d->act,	    d->norm,
+		       d->logits,  d->weights, d->ids,	    d->ws};
+
+	for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
+		KVB_CUDA(cudaFree(all[i]));
+}
+
+int kvb_layer_lines(struct kvb_ctx *ctx)
+{
+	static const uint32_t counts[] = {1, 2, 4, 8, 16, 32, 64, 128};
+	const double dense = 2.0 * HIDDEN * (EXPERTS + 3 * INTER);
+	struct layer d = {};
+	double expert;
+	int r = 0;
+
+	if (!kvb_selected(ctx, "layer k2 full", ""))
+		return 0;
+	layer_init(ctx, &d);
+	expert = (double)(kvk_moe_packed_bytes(&d.e, 0) + kvk_moe_packed_bytes(&d.e, 1));
+	for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]) && !r; c++) {
+		double distinct = 0;
+
+		d.nr_tokens = counts[c];
+		r = layer_distinct(ctx, &d, SETS_MAX, &distinct);
+		if (!r)
+			r = kvb_dense_line(ctx, call_layer, &d, "layer k2 full",
+					   counts[c], dense + distinct * expert, 0,
+					   SETS_MAX);
+	}
+	layer_fini(&d);
+	return r;
+}
