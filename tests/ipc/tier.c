@@ -185,7 +185,8 @@ static void with_faults(const char *spec, const char *const *counters, bool read
 		moved += counter(counters[i]);
 	KVT_EXPECT(moved >= 1);
 	KVT_EXPECT(found < 60 * SEQ_PAGES); /* misses; look() has compared the others */
-	KVT_EXPECT_LE(5 * SEQ_PAGES + 1, found);
+	/* A torn page ends its run: one page in three leaves about one a sequence. */
+	KVT_EXPECT_LE(SEQ_PAGES, found);
 	finish();
 }
 
