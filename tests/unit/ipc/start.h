@@ -373,4 +373,77 @@ static void end(void)
 	dir_remove();
 }
 
+/* ------------------------------------------------------------------ for start_kept, start_resume */
+
+static struct {
+	struct kvd_keep_key key;
+	int fd;
+} real; /* what the keeper has of one kind */
+
+static u32 want_kind;
+
+static inline void see(void *arg, const struct kvd_keep_key *key, int fd)
+{
+	u32 *strange = arg;
+
+	if (strange && key->session >= 1000)
+		++*strange;
+	if (key->kind != want_kind || key->session >= 1000 || real.fd >= 0) {
+		close(fd);
+		return;
+	}
+	real.key = *key;
+	real.fd = fd;
+}
+
+static inline void keep_open(struct kvd_keep *k)
+{
+	bool found;
+
+	KVT_EXPECT(!kvd_keep_open(k, dir, getpid(), &found) && found);
+}
+
+static inline struct kvd_image *image_map(void)
+{
+	struct kvd_image *image;
+	struct kvd_keep k;
+
+	want_kind = KVD_KEEP_IMAGE;
+	real.fd = -1;
+	keep_open(&k);
+	KVT_EXPECT(kvd_keep_list(&k, see, NULL) > 0);
+	kvd_keep_close(&k, false);
+	image = mmap(NULL, sizeof(*image), PROT_READ | PROT_WRITE, MAP_SHARED, real.fd,
+		     0);
+	KVT_EXPECT(image != MAP_FAILED);
+	close(real.fd);
+	return image;
+}
+
+static inline void turns(u32 nr)
+{
+	while (nr--) {
+		kvd.core_next_ns = 0; /* do not sleep */
+		KVT_EXPECT_EQ(kvd_turn(&kvd), 0);
+	}
+}
+
+/* Run @fn in a kvmd that has adopted; it ends as by kill -9. */
+static inline void in_kvmd(void (*fn)(void))
+{
+	char error[KVD_CONFIG_ERROR_BYTES] = "";
+	int status;
+	pid_t pid;
+
+	fflush(stdout);
+	pid = fork();
+	if (!pid) {
+		KVT_EXPECT_EQ(start(error), 0);
+		fn();
+		_exit(0);
+	}
+	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	KVT_EXPECT_EQ(status, 0);
+}
+
 #endif

@@ -1,45 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kvmd/ipc/kept, adopt, resume: what the keeper holds is odd, the keeper is slow, or the
- * peer that comes back is another than it says. Whatever it is, what was kept is not lost by
- * it, and nobody is given what is another's.
+ * kvmd/ipc/kept, adopt: what the keeper holds is odd, or the keeper is slow or gone. Whatever
+ * it is, what was kept is not lost by it.
  */
 #include "tests/unit/ipc/start.h"
 
 #include <fcntl.h>
-#include <sys/syscall.h>
-
-#include "kvmd/ipc/conn.h"
 
 /* ------------------------------------------------------------------ odd things kept */
-
-static struct {
-	struct kvd_keep_key key;
-	int fd;
-} real; /* what the keeper has of one kind */
-
-static u32 want_kind;
-
-static void see(void *arg, const struct kvd_keep_key *key, int fd)
-{
-	u32 *strange = arg;
-
-	if (strange && key->session >= 1000)
-		++*strange;
-	if (key->kind != want_kind || key->session >= 1000 || real.fd >= 0) {
-		close(fd);
-		return;
-	}
-	real.key = *key;
-	real.fd = fd;
-}
-
-static void keep_open(struct kvd_keep *k)
-{
-	bool found;
-
-	KVT_EXPECT(!kvd_keep_open(k, dir, getpid(), &found) && found);
-}
 
 static int file_of(size_t bytes, u8 byte)
 {
@@ -91,45 +59,52 @@ static u32 nr_strange(void)
 /* It is not used, costs nothing, and is let go. */
 KVT_TEST(strange_things_in_the_keeper)
 {
-	const struct kvd_keep_key image = {.session = 1000}, image2 = {.session = 1001},
-				  pool = {.pool = 7, .session = 1002},
-				  far = {.pool = 999, .session = 1003},
-				  extent = {.pool = 1, .index = 3},
-				  page = {.session = 1004}, page2 = {.session = 1005},
-				  pid = {.kind = KVD_KEEP_PIDFD, .session = 1005};
+	static const struct {
+		u32 kind;
+		struct kvd_keep_key key;
+		u32 bytes;
+		u8 byte;
+	} rows[] = {
+		{KVD_KEEP_IMAGE, {.session = 1000}, 64, 0},
+		{KVD_KEEP_IMAGE, {.session = 1000}, sizeof(struct kvd_image), 0x3c},
+		{KVD_KEEP_FRAMES, {.pool = 7, .session = 1000}, 8192, 0},
+		{KVD_KEEP_FRAMES, {.pool = 999, .session = 1000}, 8192, 0},
+		{KVD_KEEP_EXTENT, {.pool = 1, .index = 3}, 4096, 0},
+		{KVD_KEEP_EXTENT, {.pool = 2}, 4096, 0},
+		{KVD_KEEP_PAGE, {.session = 1000}, KV_SESSION_BYTES, 0}, /* of no pid */
+		{KVD_KEEP_PAGE, {.kind = KVD_KEEP_PIDFD, .session = 1000}, 1, 0},
+	};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(rows); i++) {
+		u32 nr = rows[i].key.session == 1000;
+
+		dir_make();
+		history();
+		put_before(rows[i].kind, rows[i].key,
+			   file_of(rows[i].bytes, rows[i].byte));
+		KVT_EXPECT_EQ(nr_strange(), nr);
+		KVT_EXPECT_EQ(pages_now(), 4);
+		KVT_EXPECT_EQ(nr_strange(), 0);
+		close(client);
+		end();
+	}
+}
+
+/* A page that is too short for a session, with a process: as none. */
+KVT_TEST(session_page_that_is_too_short)
+{
+	const struct kvd_keep_key pid = {.kind = KVD_KEEP_PIDFD, .session = 1000},
+				  page = {.session = 1000};
 
 	dir_make();
 	history();
-	put_before(KVD_KEEP_IMAGE, image, file_of(64, 0));
-	put_before(KVD_KEEP_IMAGE, image2, file_of(sizeof(struct kvd_image), 0x3c));
-	put_before(KVD_KEEP_FRAMES, pool, file_of(8192, 0));
-	put_before(KVD_KEEP_FRAMES, far, file_of(8192, 0));
-	put_before(KVD_KEEP_EXTENT, extent, file_of(4096, 0));
-	put_before(KVD_KEEP_PAGE, page, file_of(KV_SESSION_BYTES, 0)); /* of no pid */
-	put_before(KVD_KEEP_PAGE, page2, file_of(1, 0));
 	put_before(KVD_KEEP_PAGE, pid, file_of(1, 0));
-	KVT_EXPECT_EQ(nr_strange(), 7);
+	put_before(KVD_KEEP_PAGE, page, file_of(1, 0));
+	KVT_EXPECT_EQ(nr_strange(), 2);
 	KVT_EXPECT_EQ(pages_now(), 4);
 	KVT_EXPECT_EQ(nr_strange(), 0);
 	close(client);
 	end();
-}
-
-static struct kvd_image *image_map(void)
-{
-	struct kvd_image *image;
-	struct kvd_keep k;
-
-	want_kind = KVD_KEEP_IMAGE;
-	real.fd = -1;
-	keep_open(&k);
-	KVT_EXPECT(kvd_keep_list(&k, see, NULL) > 0);
-	kvd_keep_close(&k, false);
-	image = mmap(NULL, sizeof(*image), PROT_READ | PROT_WRITE, MAP_SHARED, real.fd,
-		     0);
-	KVT_EXPECT(image != MAP_FAILED);
-	close(real.fd);
-	return image;
 }
 
 KVT_TEST(undo_entry_of_no_pool)
@@ -259,32 +234,6 @@ static pid_t keeper_but(pid_t but)
 	return pid;
 }
 
-static void turns(u32 nr)
-{
-	while (nr--) {
-		kvd.core_next_ns = 0; /* do not sleep */
-		KVT_EXPECT_EQ(kvd_turn(&kvd), 0);
-	}
-}
-
-/* Run @fn in a kvmd that has adopted; it ends as by kill -9. */
-static void in_kvmd(void (*fn)(void))
-{
-	char error[KVD_CONFIG_ERROR_BYTES] = "";
-	int status;
-	pid_t pid;
-
-	fflush(stdout);
-	pid = fork();
-	if (!pid) {
-		KVT_EXPECT_EQ(start(error), 0);
-		fn();
-		_exit(0);
-	}
-	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
-	KVT_EXPECT_EQ(status, 0);
-}
-
 static void nothing_to_be_had(void)
 {
 	struct kvd_keep_key key = {.kind = KVD_KEEP_MOVER, .session = 5};
@@ -388,209 +337,6 @@ KVT_TEST(a_keeper_that_was_too_slow_ends)
 	history();
 	in_kvmd(too_slow);
 	KVT_EXPECT_EQ(pages_now(), 4);
-	close(client);
-	end();
-}
-
-/* --------------------------------------------------------------------- who comes back */
-
-static struct kvd_conn *away(void)
-{
-	struct kvd_conn *conn;
-
-	list_for_each_entry (conn, &kvd.conns, node)
-		if (conn->state == KVD_CONN_AWAY)
-			return conn;
-	KVT_FAIL("no session waits for its process");
-}
-
-static void the_same(void)
-{
-	turns(6);
-}
-
-static void another_uids(void)
-{
-	away()->cred.uid++;
-	turns(6);
-}
-
-/* Its process is gone, and the loop has not been told yet. */
-static void a_dead_ones(void)
-{
-	struct kvd_conn *conn = away();
-	pid_t pid = fork();
-	int pidfd;
-
-	if (!pid)
-		_exit(0);
-	pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
-	KVT_EXPECT(pidfd >= 0 && waitpid(pid, NULL, 0) == pid);
-	kvd_loop_del(kvd.loop, &conn->pid_watch);
-	KVT_EXPECT_EQ(dup3(pidfd, conn->pidfd, O_CLOEXEC), conn->pidfd);
-	turns(6);
-}
-
-static void another_tenants(void)
-{
-	struct kvd_limits lim = {.high_bytes = 1, .max_bytes = 1, .weight = 1};
-	struct kvd_session *s = away()->session;
-	struct kvd_tenant *t;
-
-	KVT_EXPECT(!kvd_tenant_create(&kvd.core, s->tenant->domain, "other", &lim, &t));
-	s->tenant = t;
-	turns(6);
-}
-
-static struct kv_mag_slot *stocked_slot(void)
-{
-	struct kv_session_page *page = away()->page;
-
-	for (u32 i = 0; i < KV_MAGAZINES * KV_MAGAZINE_SLOTS; i++) {
-		struct kv_mag_slot *slot = &page->magazines[i / KV_MAGAZINE_SLOTS]
-						    .slots[i % KV_MAGAZINE_SLOTS];
-
-		if (slot->word & KV_MAG_STOCKED)
-			return slot;
-	}
-	KVT_FAIL("no page is stocked");
-}
-
-/* A page of its magazine goes between the adoption and its HELLO. */
-static void pops_one(void)
-{
-	u32 pfn;
-	u64 tag;
-	int dirty;
-
-	KVT_EXPECT(kv_mag_pop(stocked_slot(), &pfn, &tag, &dirty));
-	turns(8);
-}
-
-static void counts_sessions(void)
-{
-	struct kvd_finding list[4];
-	struct kvd_findings fs = {.list = list, .max = 4};
-
-	turns(8);
-	KVT_EXPECT_EQ(kvd.core.nr_sessions, 0);
-	KVT_EXPECT_EQ(kvd.nr_conns, 0);
-	KVT_EXPECT(!kvd_audit(&kvd.core, &fs));
-}
-
-static struct kv_msg_hello hello_of(const struct kvd_image *image)
-{
-	struct kv_msg_hello hello = {.msg = {.magic = KV_MSG_MAGIC,
-					     .type = KV_MSG_HELLO,
-					     .size_bytes = sizeof(hello)},
-				     .abi_min = KV_ABI_VERSION_MIN,
-				     .abi_max = KV_ABI_VERSION,
-				     .client_name = "start"};
-
-	for (u32 i = 0; i < KVD_IMAGE_SESSIONS; i++)
-		if (image->sessions[i].state == KVD_IMAGE_LIVE)
-			memcpy(hello.cookie, image->sessions[i].cookie, KV_COOKIE_BYTES);
-	return hello;
-}
-
-/* The listening socket is kept, so somebody may connect while there is no kvmd. */
-static int knock(const struct kv_msg_hello *hello)
-{
-	struct sockaddr_un addr = {.sun_family = AF_UNIX};
-	int s = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-
-	memcpy(addr.sun_path, opt.socket_path, sizeof(addr.sun_path));
-	KVT_EXPECT(!connect(s, (struct sockaddr *)&addr, sizeof(addr)));
-	KVT_EXPECT_EQ(send(s, hello, sizeof(*hello), 0), sizeof(*hello));
-	return s;
-}
-
-KVT_TEST(a_session_is_taken_up_by_its_own_process_only)
-{
-	static const struct {
-		void (*fn)(void);
-		u32 role;
-		bool resumed;
-	} rows[] = {{the_same, KV_ROLE_ENGINE, true},
-		    {another_uids, KV_ROLE_ENGINE, false},
-		    {a_dead_ones, KV_ROLE_ENGINE, false},
-		    {another_tenants, KV_ROLE_ENGINE, false},
-		    {the_same, KV_ROLE_MONITOR, false}};
-
-	for (u32 i = 0; i < KV_ARRAY_SIZE(rows); i++) {
-		struct kv_msg_hello_reply reply;
-		struct kvd_image *image;
-		struct kv_msg_hello hello;
-		int s;
-
-		dir_make();
-		history();
-		image = image_map();
-		hello = hello_of(image);
-		hello.role = rows[i].role;
-		s = knock(&hello);
-		in_kvmd(rows[i].fn);
-		KVT_EXPECT_EQ(recv(s, &reply, sizeof(reply), 0), sizeof(reply));
-		KVT_EXPECT_EQ(reply.result, 0);
-		KVT_EXPECT_EQ(!!(reply.flags & KV_HELLO_RESUMED), rows[i].resumed);
-		KVT_EXPECT_EQ(memcmp(reply.cookie, hello.cookie, KV_COOKIE_BYTES) == 0,
-			      rows[i].resumed);
-		munmap(image, sizeof(*image));
-		close(s);
-		close(client);
-		end();
-	}
-}
-
-/* It has its session again and goes before it is told so: the session ends as any. */
-KVT_TEST(a_peer_that_goes_while_it_is_told)
-{
-	struct kvd_image *image;
-	struct kv_msg_hello hello;
-
-	dir_make();
-	history();
-	image = image_map();
-	hello = hello_of(image);
-	close(knock(&hello));
-	in_kvmd(counts_sessions);
-	munmap(image, sizeof(*image));
-	close(client);
-	end();
-}
-
-/* Pages of a magazine are told as such; one that was popped meanwhile is its holder's. */
-KVT_TEST(a_page_popped_before_hello_is_a_lease)
-{
-	static struct {
-		struct kv_msg_leases head;
-		struct kv_lease leases[16];
-	} m;
-	struct kv_msg_pool_open pool = pool_open_msg();
-	u32 stocked = 0, held = 0;
-	struct kvd_image *image;
-	struct kv_msg_hello hello;
-	int s;
-
-	dir_make();
-	history();
-	image = image_map();
-	hello = hello_of(image);
-	s = knock(&hello);
-	KVT_EXPECT_EQ(send(s, &pool, sizeof(pool), 0), sizeof(pool));
-	in_kvmd(pops_one);
-	while (recv(s, &m, sizeof(m), MSG_DONTWAIT) > 0) {
-		if (m.head.msg.type != KV_MSG_LEASES)
-			continue;
-		for (u32 i = 0; i < m.head.nr; i++) {
-			stocked += m.leases[i].flags == KV_LEASE_STOCKED;
-			held += !m.leases[i].flags;
-		}
-	}
-	KVT_EXPECT_EQ(stocked, 2);
-	KVT_EXPECT_EQ(held, 5);
-	munmap(image, sizeof(*image));
-	close(s);
 	close(client);
 	end();
 }

@@ -1,0 +1,214 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kvmd/ipc/resume: the peer that comes back after a restart is another than it says, goes
+ * meanwhile, or has used its magazine. Nobody is given what is another's.
+ */
+#include "tests/unit/ipc/start.h"
+
+#include <fcntl.h>
+#include <sys/syscall.h>
+
+#include "kvmd/ipc/conn.h"
+
+static struct kvd_conn *away(void)
+{
+	struct kvd_conn *conn;
+
+	list_for_each_entry (conn, &kvd.conns, node)
+		if (conn->state == KVD_CONN_AWAY)
+			return conn;
+	KVT_FAIL("no session waits for its process");
+}
+
+static void the_same(void)
+{
+	turns(6);
+}
+
+static void another_uids(void)
+{
+	away()->cred.uid++;
+	turns(6);
+}
+
+/* Its process is gone, and the loop has not been told yet. */
+static void a_dead_ones(void)
+{
+	struct kvd_conn *conn = away();
+	pid_t pid = fork();
+	int pidfd;
+
+	if (!pid)
+		_exit(0);
+	pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
+	KVT_EXPECT(pidfd >= 0 && waitpid(pid, NULL, 0) == pid);
+	kvd_loop_del(kvd.loop, &conn->pid_watch);
+	KVT_EXPECT_EQ(dup3(pidfd, conn->pidfd, O_CLOEXEC), conn->pidfd);
+	turns(6);
+}
+
+static void another_tenants(void)
+{
+	struct kvd_limits lim = {.high_bytes = 1, .max_bytes = 1, .weight = 1};
+	struct kvd_session *s = away()->session;
+	struct kvd_tenant *t;
+
+	KVT_EXPECT(!kvd_tenant_create(&kvd.core, s->tenant->domain, "other", &lim, &t));
+	s->tenant = t;
+	turns(6);
+}
+
+static struct kv_mag_slot *stocked_slot(void)
+{
+	struct kv_session_page *page = away()->page;
+
+	for (u32 i = 0; i < KV_MAGAZINES * KV_MAGAZINE_SLOTS; i++) {
+		struct kv_mag_slot *slot = &page->magazines[i / KV_MAGAZINE_SLOTS]
+						    .slots[i % KV_MAGAZINE_SLOTS];
+
+		if (slot->word & KV_MAG_STOCKED)
+			return slot;
+	}
+	KVT_FAIL("no page is stocked");
+}
+
+/* A page of its magazine goes between the adoption and its HELLO. */
+static void pops_one(void)
+{
+	u32 pfn;
+	u64 tag;
+	int dirty;
+
+	KVT_EXPECT(kv_mag_pop(stocked_slot(), &pfn, &tag, &dirty));
+	turns(8);
+}
+
+static void counts_sessions(void)
+{
+	struct kvd_finding list[4];
+	struct kvd_findings fs = {.list = list, .max = 4};
+
+	turns(8);
+	KVT_EXPECT_EQ(kvd.core.nr_sessions, 0);
+	KVT_EXPECT_EQ(kvd.nr_conns, 0);
+	KVT_EXPECT(!kvd_audit(&kvd.core, &fs));
+}
+
+static struct kv_msg_hello hello_of(const struct kvd_image *image)
+{
+	struct kv_msg_hello hello = {.msg = {.magic = KV_MSG_MAGIC,
+					     .type = KV_MSG_HELLO,
+					     .size_bytes = sizeof(hello)},
+				     .abi_min = KV_ABI_VERSION_MIN,
+				     .abi_max = KV_ABI_VERSION,
+				     .client_name = "start"};
+
+	for (u32 i = 0; i < KVD_IMAGE_SESSIONS; i++)
+		if (image->sessions[i].state == KVD_IMAGE_LIVE)
+			memcpy(hello.cookie, image->sessions[i].cookie, KV_COOKIE_BYTES);
+	return hello;
+}
+
+/* The listening socket is kept, so somebody may connect while there is no kvmd. */
+static int knock(const struct kv_msg_hello *hello)
+{
+	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	int s = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+
+	memcpy(addr.sun_path, opt.socket_path, sizeof(addr.sun_path));
+	KVT_EXPECT(!connect(s, (struct sockaddr *)&addr, sizeof(addr)));
+	KVT_EXPECT_EQ(send(s, hello, sizeof(*hello), 0), sizeof(*hello));
+	return s;
+}
+
+KVT_TEST(a_session_is_taken_up_by_its_own_process_only)
+{
+	static const struct {
+		void (*fn)(void);
+		u32 role;
+		bool resumed;
+	} rows[] = {{the_same, KV_ROLE_ENGINE, true},
+		    {another_uids, KV_ROLE_ENGINE, false},
+		    {a_dead_ones, KV_ROLE_ENGINE, false},
+		    {another_tenants, KV_ROLE_ENGINE, false},
+		    {the_same, KV_ROLE_MONITOR, false}};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(rows); i++) {
+		struct kv_msg_hello_reply reply;
+		struct kvd_image *image;
+		struct kv_msg_hello hello;
+		int s;
+
+		dir_make();
+		history();
+		image = image_map();
+		hello = hello_of(image);
+		hello.role = rows[i].role;
+		s = knock(&hello);
+		in_kvmd(rows[i].fn);
+		KVT_EXPECT_EQ(recv(s, &reply, sizeof(reply), 0), sizeof(reply));
+		KVT_EXPECT_EQ(reply.result, 0);
+		KVT_EXPECT_EQ(!!(reply.flags & KV_HELLO_RESUMED), rows[i].resumed);
+		KVT_EXPECT_EQ(memcmp(reply.cookie, hello.cookie, KV_COOKIE_BYTES) == 0,
+			      rows[i].resumed);
+		munmap(image, sizeof(*image));
+		close(s);
+		close(client);
+		end();
+	}
+}
+
+/* It has its session again and goes before it is told so: the session ends as any. */
+KVT_TEST(a_peer_that_goes_while_it_is_told)
+{
+	struct kvd_image *image;
+	struct kv_msg_hello hello;
+
+	dir_make();
+	history();
+	image = image_map();
+	hello = hello_of(image);
+	close(knock(&hello));
+	in_kvmd(counts_sessions);
+	munmap(image, sizeof(*image));
+	close(client);
+	end();
+}
+
+/* Pages of a magazine are told as such; one that was popped meanwhile is its holder's. */
+KVT_TEST(a_page_popped_before_hello_is_a_lease)
+{
+	static struct {
+		struct kv_msg_leases head;
+		struct kv_lease leases[16];
+	} m;
+	struct kv_msg_pool_open pool = pool_open_msg();
+	u32 stocked = 0, held = 0;
+	struct kvd_image *image;
+	struct kv_msg_hello hello;
+	int s;
+
+	dir_make();
+	history();
+	image = image_map();
+	hello = hello_of(image);
+	s = knock(&hello);
+	KVT_EXPECT_EQ(send(s, &pool, sizeof(pool), 0), sizeof(pool));
+	in_kvmd(pops_one);
+	while (recv(s, &m, sizeof(m), MSG_DONTWAIT) > 0) {
+		if (m.head.msg.type != KV_MSG_LEASES)
+			continue;
+		for (u32 i = 0; i < m.head.nr; i++) {
+			stocked += m.leases[i].flags == KV_LEASE_STOCKED;
+			held += !m.leases[i].flags;
+		}
+	}
+	KVT_EXPECT_EQ(stocked, 2);
+	KVT_EXPECT_EQ(held, 5);
+	munmap(image, sizeof(*image));
+	close(s);
+	close(client);
+	end();
+}
+
+KVT_MAIN()
