@@ -26,14 +26,20 @@
 #include "kvmd/own/image.h"
 #include "tests/kvt.h"
 
-static u32 fail_nth, calls; /* 0: none fails */
-static bool fail_on;	    /* and all after it */
+static u32 fail_nth, calls;  /* 0: none fails */
+static bool fail_on;	     /* and all after it */
+static void (*at_nth)(void); /* is called instead, and nothing fails */
 static bool show;
 
 static bool fails_in(int error, const char *what)
 {
 	if (!fail_nth || ++calls < fail_nth || (calls > fail_nth && !fail_on))
 		return false;
+	if (at_nth) {
+		if (calls == fail_nth)
+			at_nth();
+		return false;
+	}
 	if (show) /* for a look */
 		dprintf(2, "# %u: %s\n", calls, what);
 	errno = error;

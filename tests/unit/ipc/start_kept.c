@@ -262,6 +262,49 @@ KVT_TEST(no_keeper_can_be_had_for_a_while)
 	end();
 }
 
+static pid_t victim;
+
+static void keeper_kill(void)
+{
+	char text[16];
+
+	kill(victim, SIGKILL);
+	snprintf(text, sizeof(text), "%d", victim);
+	for (u32 i = 0; i < 1000 && is_keeper(text); i++)
+		usleep(1000);
+}
+
+/* Until kvmd has it all, it goes with the keeper: a cold start. From then on a new keeper
+ * gets it, and nothing is lost. */
+KVT_TEST_T(keeper_killed_at_each_call_of_an_adopting_start, 120)
+{
+	u32 nth = 1, lost = 0, kept = 0, nr;
+	int r;
+
+	do {
+		dir_make();
+		history();
+		victim = keeper_but(0);
+		KVT_EXPECT(victim > 0);
+		at_nth = keeper_kill;
+		r = try_nth(nth++);
+		at_nth = NULL;
+		if (r == 1 || r == 3)
+			KVT_FAIL("killed at call %u: kvmd does not start", nth - 1);
+		nr = pages_now();
+		KVT_EXPECT(nr == 0 || nr == 4);
+		lost += !nr;
+		kept += nr == 4;
+		if (!nr && kept)
+			KVT_FAIL("killed at call %u: pages are gone", nth - 1);
+		close(client);
+		end();
+	} while (r != 2);
+	KVT_NOTE("%u calls: %u cold starts, then %u with everything", nth - 2, lost,
+		 kept);
+	KVT_EXPECT(lost > 2 && kept > 2);
+}
+
 /* Somebody who has said nothing yet, and an extent that is not there, are not kept. */
 static void replaced(void)
 {
