@@ -88,13 +88,16 @@ static int put_conn(struct kvd *kvd, const struct kvd_conn *conn)
 	return r;
 }
 
+/* The image last: without it nothing of a keeper is believed. A kvmd that died half way
+ * would leave one that knows pools and not all their sessions, whose steps go on. */
 static int put_all(struct kvd *kvd)
 {
 	struct kvd_keep_key key = {.kind = KVD_KEEP_IMAGE};
 	struct kvd_conn *conn;
-	int r;
+	int r = 0;
 
-	r = kvd_keep_put(&kvd->kept.keep, &key, kvd->kept.image_fd);
+	if (KV_MUTANT(image_first))
+		r = kvd_keep_put(&kvd->kept.keep, &key, kvd->kept.image_fd);
 	for (u32 i = 0; i < KVD_POOLS_MAX && !r; i++)
 		if (kvd->core.mm.pools[i])
 			r = put_pool(kvd, kvd->core.mm.pools[i]);
@@ -109,7 +112,8 @@ static int put_all(struct kvd *kvd)
 	key.index = 1;
 	if (!r && kvd->admin_listen.fd >= 0)
 		r = kvd_keep_put(&kvd->kept.keep, &key, kvd->admin_listen.fd);
-	return r;
+	key = (struct kvd_keep_key){.kind = KVD_KEEP_IMAGE};
+	return r ? r : kvd_keep_put(&kvd->kept.keep, &key, kvd->kept.image_fd);
 }
 
 static void watch_keeper(struct kvd *kvd);

@@ -274,6 +274,63 @@ static void keeper_kill(void)
 		usleep(1000);
 }
 
+static void die(void)
+{
+	raise(SIGKILL);
+}
+
+/* kvmd is killed at the @nth call while it fills a new keeper. Return: whether it was */
+static bool die_in_refill(u32 nth)
+{
+	char error[KVD_CONFIG_ERROR_BYTES] = "";
+	int status;
+	pid_t pid;
+
+	fflush(stdout);
+	pid = fork();
+	if (!pid) {
+		KVT_EXPECT_EQ(start(error), 0);
+		victim = keeper_but(0);
+		keeper_kill();
+		calls = 0;
+		at_nth = die;
+		fail_nth = nth;
+		turns(3);
+		_exit(kvd.kept.restarts ? 0 : 1);
+	}
+	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	KVT_EXPECT(WIFSIGNALED(status) || !status);
+	return WIFSIGNALED(status);
+}
+
+static void whole_or_nothing(void)
+{
+	const struct kvd_pool *pool = kvd.core.mm.pools[0];
+
+	if (!kvd.kept.found)
+		KVT_EXPECT(!pool && !kvd.core.nr_sessions);
+	else
+		KVT_EXPECT(pool && pool->nr[KVD_ACTIVE] == 4 &&
+			   kvd.core.nr_sessions == 1);
+}
+
+/* Steps of a session that the next kvmd does not know of would go on in pages that it gives
+ * to others: either it knows all sessions, or it has none of their memory. */
+KVT_TEST_T(killed_while_a_new_keeper_is_filled, 120)
+{
+	bool died = true;
+
+	for (u32 nth = 1; died; nth++) {
+		dir_make();
+		history();
+		died = die_in_refill(nth);
+		in_kvmd(whole_or_nothing);
+		KVT_EXPECT(died || nth > 10);
+		close(client);
+		end();
+	}
+}
+
 /* Until kvmd has it all, it goes with the keeper: a cold start. From then on a new keeper
  * gets it, and nothing is lost. */
 KVT_TEST_T(keeper_killed_at_each_call_of_an_adopting_start, 120)
