@@ -3,6 +3,7 @@
 #include "kvmd/keep/keep.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
@@ -18,6 +19,7 @@
 #include "kvmd/dbg/log.h"
 #include "kvmd/keep/talk.h"
 
+#define DYING_MS 500
 #define ANSWER_S 2 /* a keeper that is silent for so long counts as dead */
 
 /* ----------------------------------------------------------------- starting one */
@@ -112,11 +114,18 @@ int kvd_keep_open(struct kvd_keep *k, const char *state_dir, int die_with,
 bool kvd_keep_lives(const struct kvd_keep *k)
 {
 	struct kvd_keep other = *k;
+	struct pollfd p = {.events = POLLIN};
 	int r = connect_to(&other);
+	bool gone = false;
 
-	if (!r)
+	if (!r) {
+		/* One that is dying lets us in for a moment yet, and one that lives says
+		 * nothing unasked. */
+		p.fd = other.fd;
+		gone = poll(&p, 1, DYING_MS) > 0;
 		close(other.fd);
-	return r != -ENOENT && r != -ECONNREFUSED;
+	}
+	return !gone && r != -ENOENT && r != -ECONNREFUSED;
 }
 
 int kvd_keep_restart(struct kvd_keep *k)
