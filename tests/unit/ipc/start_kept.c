@@ -373,27 +373,29 @@ static int start_without(u32 nth)
  * gets it, and nothing is lost. */
 KVT_TEST_T(keeper_killed_at_each_call_of_an_adopting_start, 120)
 {
-	u32 nth = 1, lost = 0, kept = 0, nr;
+	u32 nth = 0, last_lost = 0, kept = 0, nr;
 	int r;
 
 	do {
 		dir_make();
 		history();
-		r = start_without(nth++);
+		r = start_without(++nth);
 		if (r == 1)
-			KVT_FAIL("killed at call %u: kvmd does not start", nth - 1);
+			KVT_FAIL("killed at call %u: kvmd does not start", nth);
 		nr = pages_now();
 		KVT_EXPECT(nr == 0 || nr == 4);
-		lost += !nr;
-		kept += nr == 4;
-		if (!nr && kept)
-			KVT_FAIL("killed at call %u: pages are gone", nth - 1);
+		if (nr)
+			kept++;
+		else
+			last_lost = nth;
 		close(client);
 		end();
 	} while (r != 2);
-	KVT_NOTE("%u calls: %u cold starts, then %u with everything", nth - 2, lost,
-		 kept);
-	KVT_EXPECT(lost > 2 && kept > 2);
+	KVT_NOTE("%u calls: %u with everything, the last cold start at %u", nth - 1, kept,
+		 last_lost);
+	/* the keeper may have said all or not when it is killed in the middle of its list;
+	 * that is in the first half of a start */
+	KVT_EXPECT(last_lost > 2 && last_lost <= (nth - 1) / 2);
 }
 
 /* Somebody who has said nothing yet, and an extent that is not there, are not kept. */
