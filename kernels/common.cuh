@@ -238,6 +238,29 @@ KVK_DEV uint4 lds128(uint32_t addr)
 	return v;
 }
 
+KVK_DEV uint2 lds64(uint32_t addr)
+{
+	uint2 v;
+
+	asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
+		     : "=r"(v.x), "=r"(v.y)
+		     : "r"(addr)
+		     : "memory");
+	return v;
+}
+
+/*
+ * Four 8 x 8 matrices of 16 bits to shared memory: lane 8 i + r has the address of row r of
+ * matrix i, lane 4 r + c its columns 2c, 2c + 1 in v[i].
+ */
+KVK_DEV void stmatrix4(uint32_t addr, const uint32_t *v)
+{
+	SM90_ASM("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+			 addr),
+		 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+		 : "memory");
+}
+
 /* One word of global memory, never merged with its neighbour. */
 KVK_DEV uint32_t ldg32(const void *p)
 {

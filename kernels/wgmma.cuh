@@ -167,6 +167,18 @@ WGM_DEV void wgm_rs(float (&d)[N / 2], const uint32_t *a, uint64_t b, int use_d)
 		WGM_RS_256("bf16");
 }
 
+/* d[64][64] = (use_d ? d : 0) + a[64][16] b[16][64], f16; TRANS: b is MN-major */
+template <int TRANS>
+WGM_DEV void wgm_rs64_f16(float (&d)[32], const uint32_t *a, uint64_t b, int use_d)
+{
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+		 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WGM_R32
+		 "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;\n}"
+		 : WGM_F32(d)
+		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d),
+		   "n"(TRANS));
+}
+
 /* ----------------------------------------------------------------------- tensor copies
  */
 
@@ -188,6 +200,18 @@ WGM_DEV void tma_bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32
 	SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 		 " [%0], [%1], %2, [%3];" ::"r"(dst),
 		 "l"(src), "r"(bytes), "r"(bar)
+		 : "memory");
+}
+
+/* The same with five coordinates, and what the L2 is to do with the bytes. */
+WGM_DEV void tma_load_5d(uint32_t dst, const void *map, uint32_t bar, const int (&c)[5],
+			 uint64_t policy)
+{
+	SM90_ASM("cp.async.bulk.tensor.5d.shared::cluster.global.tile"
+		 ".mbarrier::complete_tx::bytes.L2::cache_hint"
+		 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst),
+		 "l"(map), "r"(bar), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]),
+		 "r"(c[4]), "l"(policy)
 		 : "memory");
 }
 

@@ -1,0 +1,691 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_mla_reg.cu - MLA decode on FP8 pages for 17 to 64 query rows a CTA (64 heads; 128 heads
+ * and drafts are cut into blocks of 64), on wgmma with the page's operands built in registers.
+ *
+ * Budget for a page (64 tokens) and 64 rows, in clocks of an SM:
+ *
+ * - matrix: 64 x 64 x (576 + 512) x 2 flops at 4,096 a clock: 2,176
+ *
+ * - memory: 37,120 bytes at 18.6: 2,000
+ *
+ * - shared memory at 128 bytes: 36 KB of page in, 36 KB out as keys, 32 KB as values, 72 KB of
+ *   queries, 8 KB of P in and 64 KB out: 1,990
+ *
+ * - conversion: 69,632 values at 96: 725; exponentials: 4,096 at 16: 256
+ *
+ * Structure. A ring of four pages as they lie in memory, but for the 128-byte swizzle that
+ * tensor copies give the latent part: so lanes of one column of a page, 512 bytes apart, read
+ * different banks. Both products have the page as A operand, in registers, and 64 rows as
+ * columns: S^T = K Q^T, O^T += V^T P^T. One byte of a page is thus converted once for the
+ * scores and once for the values, and never stored.
+ *
+ * Two warpgroups. Each makes the scores and the softmax of every other page, and sums the
+ * values of all pages for its half of the latent dims. They run half a period apart: scores of
+ * page i + 1, values of page i (which the other one scored), softmax and values of page i + 1.
+ * So one's matrix products cover the other's softmax and barriers. P is in shared memory,
+ * once: it is free again before the next one is ready.
+ *
+ * Softmax is without a search for the maximum: P = 2^(s - m) times the token's scale of the
+ * latent, with a reference m for each row. Only if some P exceeds 2^8 (on a unit's first page it
+ * does) are the references raised, and what was summed shrinks. m is of the product, so a page
+ * with larger scales needs nothing of its own.
+ *
+ * The scores of the rope come first; they are multiplied by rope scale over latent scale
+ * before the latent's are added to them.
+ */
+#include "kernels/attn_mla_reg.cuh"
+
+#include <errno.h>
+#include <math.h>
+
+/* A consumer thread's sums. Columns are rows of the block: 8 j + 2 c + e. */
+struct reg_state {
+	float o[4][32]; /* o[b][4 j + 2 h + e]: dim 2 b + h of the thread's 8 */
+	float l[16];	/* l[2 j + e], of this thread's tokens */
+};
+
+/* A thread's tokens g and g + 8 of its warp's sixteen. */
+struct reg_tokens {
+	float ks[2];	/* factor of the scores */
+	float sl[2];	/* ... of the probabilities */
+	float ratio[2]; /* rope scale over latent scale */
+};
+
+KVK_DEV void reg_keep(float (&o)[4][32])
+{
+#pragma unroll
+	for (int b = 0; b < 4; b++)
+		wgm_keep<32>(o[b]);
+}
+
+/* ------------------------------------------------------------------------------- scores
+ */
+
+KVK_DEV struct reg_tokens reg_scales(const struct attn_params &p, uint32_t valid,
+				     const uint8_t *rope)
+{
+	const uint32_t first = threadIdx.x / 32 % 4 * 16 + (threadIdx.x & 31) / 4;
+	struct reg_tokens t;
+
+#pragma unroll
+	for (int h = 0; h < 2; h++) {
+		const uint32_t at = first + 8 * h;
+		float2 v = make_float2(p.scales ? p.scales[0] : 1.f, 0.f);
+
+		t.ratio[h] = 1.f;
+		if (p.token_scales && at < valid) {
+			v = unpack_f16(*(const uint32_t *)(rope + REG_ROPE + at * 4));
+			v.x = v.x == 0.f ? 0x1p-24f : v.x; /* of no value: 0 / 0 is NaN */
+			t.ratio[h] = __fdividef(v.y, v.x);
+		}
+		t.sl[h] = v.x;
+		t.ks[h] = v.x * p.scale;
+	}
+	return t;
+}
+
+/* Four k-steps. @u: which block of the queries */
+KVK_DEV void reg_score_step(float (&s)[32], const uint32_t (&a)[16], uint64_t dq, int u,
+			    bool first)
+{
+	wgm_fence();
+#pragma unroll
+	for (int k = 0; k < 4; k++)
+		wgm_rs64_f16<0>(s, a + 4 * k,
+				wgm_desc_at(dq, u * (REG_BLOCK / 16) + 2 * k),
+				!first || k > 0);
+	wgm_commit();
+}
+
+/* Scores of a page's 64 tokens, in units of the latent scales. */
+KVK_DEV void reg_scores(const struct reg_smem *sm, uint32_t stage, const float *ratio,
+			float (&s)[32])
+{
+	const uint32_t lane = threadIdx.x & 31, g = lane / 4, c = lane & 3;
+	const uint32_t row = threadIdx.x / 32 % 4 * 16 + g;
+	const uint32_t rope = smem_addr(sm->rope[stage]) + row * ROPE + c * 16;
+	const uint32_t key =
+		smem_addr(sm->latent[stage]) + row * 128 + ((2 * c) ^ g) * 16;
+	const uint64_t dq = wgm_desc(smem_addr(sm->q));
+	uint32_t a[2][16];
+	uint4 w[2];
+
+	reg_key_read(rope, 8 * ROPE, w);
+	reg_key_cvt(w, a[0]);
+	reg_key_read(key, 1024, w);
+	reg_score_step(s, a[0], dq, 8, true);
+	reg_key_cvt(w, a[1]);
+	wgm_wait<0>();
+	wgm_keep<32>(s);
+#pragma unroll
+	for (int i = 0; i < 32; i++)
+		s[i] *= ratio[i / 2 & 1];
+#pragma unroll
+	for (int u = 0; u < 8; u++) {
+		if (u < 7)
+			reg_key_read((key ^ ((u + 1) & 1) * 16) + (u + 1) / 2 * REG_BLOCK,
+				     1024, w);
+		reg_score_step(s, a[(u + 1) & 1], dq, u, false);
+		if (u < 7) {
+			wgm_wait<1>();
+			reg_key_cvt(w, a[u & 1]);
+		}
+	}
+	wgm_wait<0>();
+	wgm_keep<32>(s);
+}
+
+/* Tokens that a row must not see: those behind its own, and behind the end. */
+KVK_DEV void reg_mask(const struct attn_params &p, const struct plan_seg &g,
+		      int32_t valid, float (&s)[32])
+{
+	const int lane = threadIdx.x & 31, first = threadIdx.x / 32 % 4 * 16 + lane / 4;
+	const int32_t sees = valid - (int32_t)g.q_len + 1;
+
+	if (sees >= (int32_t)TOKENS)
+		return;
+#pragma unroll
+	for (int i = 0; i < 32; i++) {
+		const uint32_t row =
+			g.hblk * REG_ROWS + i / 4 * 8 + 2 * (lane & 3) + (i & 1);
+
+		if (first + 8 * (i / 2 & 1) >= sees + (int32_t)(row / p.nr_q_heads))
+			s[i] = -INFINITY;
+	}
+}
+
+/* Values of tokens behind the end to zero: 0 x NaN is NaN. By one warpgroup. */
+KVK_DEV void reg_tail(struct reg_smem *sm, uint32_t stage, uint32_t valid)
+{
+	for (uint32_t i = threadIdx.x % 128 + valid * 32; i < TOKENS * 32; i += 128)
+		*(uint4 *)(sm->latent[stage][i % 4] + i / 32 * 128 + i / 4 % 8 * 16) =
+			make_uint4(0, 0, 0, 0);
+}
+
+/* ------------------------------------------------------------------------------ softmax
+ */
+
+/*
+ * P of the thread's tokens to shared memory, their sums to ls[2 j + e]. Returns whether some P
+ * is too large.
+ */
+KVK_DEV bool reg_probs(struct reg_smem *sm, const float (&s)[32],
+		       const struct reg_tokens &t, float *ls)
+{
+	const uint32_t lane = threadIdx.x & 31, c = lane & 3;
+	const uint32_t to = smem_addr(sm->p) +
+			    (threadIdx.x / 32 % 4 * 16 + (lane & 7)) * 128 +
+			    ((lane >> 3) ^ (lane & 7)) * 16;
+	float top = 0.f;
+
+#pragma unroll
+	for (int q = 0; q < 2; q++) {
+		uint32_t v[2][4];
+
+#pragma unroll
+		for (int i = 0; i < 4; i++) {
+			const int j = 4 * q + i;
+			const float2 m = *(const float2 *)&sm->m[8 * j + 2 * c];
+
+			ls[2 * j] = ls[2 * j + 1] = 0.f;
+#pragma unroll
+			for (int h = 0; h < 2; h++) {
+				float x =
+					exp2_fast(fmaf(s[4 * j + 2 * h], t.ks[h], -m.x));
+				float y = exp2_fast(
+					fmaf(s[4 * j + 2 * h + 1], t.ks[h], -m.y));
+
+				ls[2 * j] += x;
+				ls[2 * j + 1] += y;
+				x *= t.sl[h];
+				y *= t.sl[h];
+				top = fmaxf(top, fmaxf(x, y));
+				v[h][i] = pack_f16(x, y);
+			}
+		}
+		stmatrix4(to ^ q * 64, v[0]);
+		stmatrix4((to ^ q * 64) + 1024, v[1]);
+	}
+	return top > 256.f; /* 2^REG_SLACK */
+}
+
+/* Columns shrink to the latest reference. */
+KVK_DEV void reg_shrink(const struct reg_smem *sm, struct reg_state &st)
+{
+	const int c = threadIdx.x & 3;
+
+#pragma unroll
+	for (int j = 0; j < 8; j++) {
+		const float2 f = *(const float2 *)&sm->shrink[8 * j + 2 * c];
+
+		st.l[2 * j] *= f.x;
+		st.l[2 * j + 1] *= f.y;
+#pragma unroll
+		for (int b = 0; b < 4; b++)
+#pragma unroll
+			for (int h = 0; h < 2; h++) {
+				st.o[b][4 * j + 2 * h] *= f.x;
+				st.o[b][4 * j + 2 * h + 1] *= f.y;
+			}
+	}
+}
+
+/* New references for rows with too large a P. By the warpgroup that has P's memory. */
+KVK_DEV void reg_raise(struct reg_smem *sm, const float (&s)[32],
+		       const struct reg_tokens &t, int own)
+{
+	const int lane = threadIdx.x & 31, tid = threadIdx.x % 128;
+	float *top = (float *)sm->p; /* [warp][row] */
+	const float lg[2] = {__log2f(t.sl[0]), __log2f(t.sl[1])};
+
+#pragma unroll
+	for (int i = 0; i < 16; i++) {
+		const int at = i / 2 * 4 + (i & 1);
+		float z = fmaxf(fmaf(s[at], t.ks[0], lg[0]),
+				fmaf(s[at + 2], t.ks[1], lg[1]));
+
+#pragma unroll
+		for (int k = 4; k < 32; k *= 2)
+			z = fmaxf(z, __shfl_xor_sync(~0u, z, k));
+		if (lane < 4)
+			top[tid / 32 * REG_ROWS + i / 2 * 8 + 2 * lane + (i & 1)] = z;
+	}
+	bar_sync(REG_OWN + own, 128);
+	if (tid < REG_ROWS) {
+		const float old = sm->m[tid];
+		const float z =
+			fmaxf(fmaxf(top[tid], top[REG_ROWS + tid]),
+			      fmaxf(top[2 * REG_ROWS + tid], top[3 * REG_ROWS + tid]));
+		const float now = z > old + REG_SLACK ? ceilf(z) : old;
+
+		sm->shrink[tid] = exp2_fast(old - now);
+		sm->m[tid] = now;
+	}
+	bar_sync(REG_OWN + own, 128);
+}
+
+/* Softmax of a page that this warpgroup scored; then P is there for both. */
+KVK_DEV void reg_softmax(struct reg_smem *sm, const float (&s)[32],
+			 const struct reg_tokens &t, struct reg_state &st, uint32_t seq,
+			 int own)
+{
+	float ls[16];
+	bool raise;
+
+	mbar_wait(&sm->p_empty, (seq & 1) ^ 1);
+	raise = reg_probs(sm, s, t, ls);
+	fence_proxy_async();
+	raise = bar_or(REG_OWN + own, 128, raise);
+	if (raise) {
+		reg_raise(sm, s, t, own);
+		reg_shrink(sm, st);
+		reg_probs(sm, s, t, ls);
+		fence_proxy_async();
+		bar_sync(REG_OWN + own, 128);
+	}
+	if (threadIdx.x % 128 == 0) {
+		sm->raised = raise;
+		mbar_arrive(&sm->p_full);
+	}
+#pragma unroll
+	for (int i = 0; i < 16; i++)
+		st.l[i] += ls[i];
+}
+
+/* ------------------------------------------------------------------------------- values
+ */
+
+/*
+ * O^T += V^T P^T of page @seq for this warpgroup's half of the dims. @other: the other one
+ * scored it. @whole: no tail that its owner has to clear before it is read.
+ */
+KVK_DEV void reg_values(struct reg_smem *sm, struct reg_state &st, uint32_t seq, int own,
+			bool other, bool whole)
+{
+	const uint32_t lane = threadIdx.x & 31, g = lane / 4, c = lane & 3;
+	const uint32_t w = threadIdx.x / 32 % 4, stage = seq % reg_cfg::STAGES;
+	const uint32_t at = smem_addr(sm->latent[stage][own * 2 + w / 2]) + 2 * c * 128 +
+			    (((w & 1) * 4 + g / 2) ^ (2 * c)) * 16 + (g & 1) * 8;
+	const uint64_t dp = wgm_desc(smem_addr(sm->p));
+	uint32_t a[2][16];
+	uint2 v[4];
+
+	if (other && !whole)
+		mbar_wait(&sm->p_full, seq & 1);
+	reg_value_read(at, v);
+	reg_value_cvt(v, a[0]);
+	if (other) {
+		mbar_wait(&sm->p_full, seq & 1);
+		if (*(volatile uint32_t *)&sm->raised)
+			reg_shrink(sm, st);
+	}
+#pragma unroll
+	for (int t = 0; t < 4; t++) {
+		if (t < 3)
+			reg_value_read(at + (t + 1) * 2048, v);
+		wgm_fence();
+#pragma unroll
+		for (int b = 0; b < 4; b++)
+			wgm_rs64_f16<1>(st.o[b], a[t & 1] + 4 * b,
+					wgm_desc_at(dp, t * (2048 / 16)), 1);
+		wgm_commit();
+		if (t < 3) {
+			wgm_wait<1>();
+			reg_value_cvt(v, a[(t + 1) & 1]);
+		}
+	}
+	__syncwarp(); /* the page's bytes are in registers */
+	if (lane == 0)
+		mbar_arrive(&sm->empty[stage]);
+	wgm_wait<0>();
+	reg_keep(st.o);
+	__syncwarp();
+	if (lane == 0)
+		mbar_arrive(&sm->p_empty);
+}
+
+/* ----------------------------------------------------------------------------- segments
+ */
+
+/* A segment's pages. @seq: its first one in the order of the CTA */
+KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, uint32_t nr,
+		       uint32_t seq, int own, struct reg_state &st, struct reg_smem *sm)
+{
+	const uint32_t len = g.len - g.page0 * TOKENS; /* from the first page on */
+
+	for (uint32_t n = own; n < nr; n += 2) {
+		const uint32_t at = seq + n, stage = at % reg_cfg::STAGES;
+		const uint32_t valid = min(len - n * TOKENS, (uint32_t)TOKENS);
+		struct reg_tokens t;
+		float s[32];
+
+		mbar_wait(&sm->full[stage], at / reg_cfg::STAGES & 1);
+		t = reg_scales(p, valid, sm->rope[stage]);
+		reg_scores(sm, stage, t.ratio, s);
+		if (n)
+			reg_values(sm, st, at - 1, own, true, true);
+		reg_mask(p, g, (int32_t)(len - n * TOKENS), s);
+		if (valid < TOKENS)
+			reg_tail(sm, stage, valid);
+		reg_softmax(sm, s, t, st, at, own);
+		reg_values(sm, st, at, own, false, true);
+	}
+	if (nr && (nr - 1 & 1) != own)
+		reg_values(sm, st, seq + nr - 1, own, true, len >= nr * TOKENS);
+}
+
+/* Bench only: the pages come and go. */
+KVK_DEV void reg_skip(uint32_t nr, uint32_t seq, struct reg_smem *sm)
+{
+	for (uint32_t n = 0; n < nr; n++) {
+		const uint32_t stage = (seq + n) % reg_cfg::STAGES;
+
+		mbar_wait(&sm->full[stage], (seq + n) / reg_cfg::STAGES & 1);
+		__syncwarp();
+		if ((threadIdx.x & 31) == 0)
+			mbar_arrive(&sm->empty[stage]);
+	}
+}
+
+/* Eight neighbouring values of an output row. */
+KVK_DEV void reg_store8(const struct attn_params &p, size_t at, const float *x)
+{
+	if (p.act_f32) {
+		float4 *to = (float4 *)((float *)p.out + at);
+
+		to[0] = make_float4(x[0], x[1], x[2], x[3]);
+		to[1] = make_float4(x[4], x[5], x[6], x[7]);
+	} else {
+		*(uint4 *)((__nv_bfloat16 *)p.out + at) =
+			make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),
+				   pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+	}
+}
+
+/* The segment's rows to the output (normalised) or to the unit's slot. @ml: m and l of rows */
+KVK_DEV void reg_write(const struct attn_params &p, const struct plan_seg &s,
+		       const struct reg_state &st, uint32_t rows, const float2 *ml)
+{
+	const uint32_t lane = threadIdx.x & 31;
+	const uint32_t dim = threadIdx.x / 32 * 64 + lane / 4 * 8;
+	float *slot = s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(s, s.part)) : NULL;
+
+	if (slot && threadIdx.x < rows)
+		((float2 *)slot)[threadIdx.x] = ml[threadIdx.x];
+#pragma unroll
+	for (int i = 0; i < 16; i++) {
+		const uint32_t row = i / 2 * 8 + 2 * (lane & 3) + (i & 1);
+		float l = ml[row].y, x[8];
+
+		if (row >= rows)
+			continue;
+		l = slot ? 1.f : l > 0.f ? 1.f / l : l;
+#pragma unroll
+		for (int k = 0; k < 8; k++)
+			x[k] = st.o[k / 2][i / 2 * 4 + 2 * (k & 1) + (i & 1)] * l;
+		if (slot) {
+			float4 *to = (float4 *)(slot + slot_o_off(rows) +
+						(size_t)row * LATENT + dim);
+
+			to[0] = make_float4(x[0], x[1], x[2], x[3]);
+			to[1] = make_float4(x[4], x[5], x[6], x[7]);
+		} else {
+			reg_store8(p, mla_row_elem(p, s, REG_ROWS, row) + dim, x);
+		}
+	}
+}
+
+/* After a segment's last page. P's memory holds l of [warp][row], then m and l of [row]. */
+KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g,
+		     struct reg_state &st, struct reg_smem *sm)
+{
+	const uint32_t lane = threadIdx.x & 31, tid = threadIdx.x;
+	const uint32_t rows =
+		min((uint32_t)REG_ROWS, g.s.q_len * p.nr_q_heads - g.s.hblk * REG_ROWS);
+	float(*part)[REG_ROWS] = (float(*)[REG_ROWS])sm->p;
+	float2 *ml = (float2 *)(sm->p + 8 * REG_ROWS * 4);
+
+#pragma unroll
+	for (int i = 0; i < 16; i++)
+#pragma unroll
+		for (int k = 4; k < 32; k *= 2)
+			st.l[i] += __shfl_xor_sync(~0u, st.l[i], k);
+	bar_sync(BAR_ALL, 256); /* both are done with P */
+	if (lane < 4)
+#pragma unroll
+		for (int i = 0; i < 16; i++)
+			part[tid / 32][i / 2 * 8 + 2 * lane + (i & 1)] = st.l[i];
+	bar_sync(BAR_ALL, 256);
+	if (tid < REG_ROWS) {
+		float l = 0.f;
+
+		for (int w = 0; w < 8; w++)
+			l += part[w][tid];
+		if (g.poisoned)
+			l = NAN;
+		/* nothing seen: m must not count */
+		ml[tid] = make_float2(l == 0.f ? -INFINITY : sm->m[tid], l);
+		sm->m[tid] = REG_NONE;
+	}
+	bar_sync(BAR_ALL, 256);
+	if (g.ok)
+		reg_write(p, g.s, st, rows, ml);
+	else if (g.s.part == 0)
+		for (uint32_t e = tid; e < rows * (LATENT / 2); e += 256)
+			out_store2(p, mla_row_elem(p, g.s, REG_ROWS, 0) + 2 * e, NAN,
+				   NAN);
+	if (g.ok && g.s.nr_parts > 1)
+		plan_arrive(p, g.s, g.s.nr_parts * reg_cfg::NR_WARPS,
+			    &sm->pend[g.s.part == 0]);
+}
+
+KVK_DEV void reg_consume(const struct attn_params &p, uint32_t count, struct reg_smem *sm)
+{
+	/* the compiler must see that whole warps take a branch with wgmma in it */
+	const int own = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
+	uint32_t seq = 0;
+
+	for (uint32_t i = 0; i < count; i++) {
+		const struct mla_seg &g = sm->segs[i % SEG_RING];
+		struct reg_state st = {};
+		uint32_t nr;
+
+		spin_until(&sm->segs_in, i);
+		reg_load_q(p, g.s, sm);
+		nr = __shfl_sync(~0u, g.nr_pieces, 0);
+		if (p.flags & KVK_ATTN_LOADS)
+			reg_skip(nr, seq, sm);
+		else
+			reg_pages(p, g.s, nr, seq, own, st, sm);
+		seq += nr;
+		reg_end(p, g, st, sm);
+		__syncwarp();
+		if (threadIdx.x % 32 == 0)
+			atoms_add_release(&sm->segs_done, 1);
+	}
+}
+
+/* The CTA's end: its split units, by all consumers. The ring is empty and serves as scratch. */
+KVK_DEV void reg_finish(const struct attn_params &p, struct reg_smem *sm)
+{
+	bar_sync(BAR_ALL, 256);
+	for (int i = 0; i < 2; i++) {
+		const struct plan_pending *pend = &sm->pend[i];
+		uint32_t rows = pend->s.q_len * p.nr_q_heads - pend->s.hblk * REG_ROWS;
+
+		if (pend->epoch)
+			plan_finish<LATENT, mla_row_elem, 2>(
+				p, pend, REG_ROWS, min((uint32_t)REG_ROWS, rows),
+				pend->s.nr_parts * reg_cfg::NR_WARPS,
+				(struct plan_part *)sm->latent, &sm->flag, threadIdx.x,
+				BAR_ALL, 256);
+	}
+}
+
+/* ----------------------------------------------------------------------------- producer
+ */
+
+/* Page @pfn to stage @stage. One lane. */
+KVK_DEV void reg_page_load(const struct reg_params &rp, struct reg_smem *sm,
+			   uint32_t stage, uint32_t pfn, uint64_t policy)
+{
+	const struct attn_params &p = rp.a;
+	const uint32_t rope = REG_ROPE + (p.token_scales ? REG_SCALES : 0);
+	const int at[5] = {0, 0, 0, (int)(pfn & ((1u << p.shift) - 1)),
+			   (int)(pfn >> p.shift)};
+
+	mbar_arrive_expect(&sm->full[stage], TOKENS * LATENT + rope);
+	tma_load_5d(smem_addr(sm->latent[stage]), &rp.latent, smem_addr(&sm->full[stage]),
+		    at, policy);
+	bulk_load(sm->rope[stage], p.base + page_offset(p, pfn) + TOKENS * LATENT, rope,
+		  &sm->full[stage], policy);
+}
+
+KVK_DEV void reg_produce(const struct reg_params &rp, const struct plan_cta &cta,
+			 uint64_t step, struct reg_smem *sm)
+{
+	const struct attn_params &p = rp.a;
+	const uint64_t policy = policy_evict_first();
+	const uint32_t lane = threadIdx.x & 31;
+	uint32_t seq = 0;
+
+	for (uint32_t i = 0; i < cta.count; i++) {
+		const struct plan_seg *ps =
+			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
+		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;
+		uint32_t n = min(32u, ps->nr_pages);
+		uint32_t pfn =
+			lane < n && ps->page0 + lane < ps->nr_rows ? rows[lane].pfn : 0;
+		struct mla_seg g = publish_seg(p, cta, i, step, sm);
+
+		for (uint32_t pg = 0; pg < g.nr_pieces; pg += 32) {
+			const uint32_t now = pfn;
+
+			n = min(32u, g.s.nr_pages - pg);
+			if (pg + 32 + lane < g.s.nr_pages)
+				pfn = rows[pg + 32 + lane].pfn;
+			for (uint32_t j = 0; j < n; j++, seq++) {
+				const uint32_t at = __shfl_sync(~0u, now, j);
+				const uint32_t stage = seq % reg_cfg::STAGES;
+
+				if (seq == 0)
+					grid_wait();
+				if (lane == 0) {
+					mbar_wait(&sm->empty[stage],
+						  (seq / reg_cfg::STAGES & 1) ^ 1);
+					reg_page_load(rp, sm, stage, at, policy);
+				}
+				__syncwarp();
+			}
+		}
+	}
+}
+
+/* ------------------------------------------------------------------------------- kernel
+ */
+
+KVK_DEV void reg_init(struct reg_smem *sm)
+{
+	if (threadIdx.x == 0) {
+		for (int i = 0; i < reg_cfg::STAGES; i++) {
+			mbar_init(&sm->full[i], 1);
+			mbar_init(&sm->empty[i], reg_cfg::NR_WARPS);
+		}
+		mbar_init(&sm->p_full, 1);
+		mbar_init(&sm->p_empty, reg_cfg::NR_WARPS);
+		sm->pend[0].epoch = sm->pend[0].last = 0;
+		sm->pend[1].epoch = sm->pend[1].last = 0;
+		sm->segs_in = sm->segs_done = 0;
+		mbar_init_fence();
+	}
+	if (threadIdx.x < REG_ROWS)
+		sm->m[threadIdx.x] = REG_NONE;
+	__syncthreads();
+}
+
+__global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
+	attn_mla_reg_kernel(const __grid_constant__ struct reg_params p)
+{
+	extern __shared__ __align__(1024) uint8_t smem_raw[];
+	struct reg_smem *sm = (struct reg_smem *)smem_raw;
+
+	reg_init(sm);
+	plan_enter(p.a);
+	if (threadIdx.x >= reg_cfg::NR_WARPS * 32) {
+		regs_dec<reg_cfg::REGS_FEED>();
+		if (threadIdx.x / 32 == reg_cfg::NR_WARPS)
+			reg_produce(p, p.a.mem.ctas[blockIdx.x], *p.a.step, sm);
+	} else {
+		regs_inc<reg_cfg::REGS_USE>();
+		reg_consume(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
+		reg_finish(p.a, sm);
+	}
+}
+
+/* ------------------------------------------------------------------------------ launcher
+ */
+
+typedef CUresult (*reg_encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+				  const cuuint64_t *, const cuuint64_t *,
+				  const cuuint32_t *, const cuuint32_t *,
+				  CUtensorMapInterleave, CUtensorMapSwizzle,
+				  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+static reg_encode_fn reg_encode_find(void)
+{
+	cudaDriverEntryPointQueryResult found;
+	void *fn = NULL;
+
+	if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
+					     cudaEnableDefault, &found) != cudaSuccess ||
+	    found != cudaDriverEntryPointSuccess) {
+		(void)cudaGetLastError();
+		return NULL;
+	}
+	return (reg_encode_fn)fn;
+}
+
+/* The layer's latent parts of all pages; a box is one page's, as [block][token][128]. */
+static int reg_map(const struct attn_params *p, CUtensorMap *map)
+{
+	static const reg_encode_fn encode = reg_encode_find();
+	const uint64_t per = 1ull << p->shift;
+	const cuuint64_t dim[5] = {128, TOKENS, LATENT / 128, per,
+				   (p->nr_pages + per - 1) >> p->shift};
+	const cuuint64_t stride[4] = {LATENT, 128, p->stride_bytes, p->extent_bytes};
+	const cuuint32_t box[5] = {128, TOKENS, LATENT / 128, 1, 1},
+			 one[5] = {1, 1, 1, 1, 1};
+
+	if (!encode || encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5,
+			      (void *)(p->base + p->layer_off), dim, stride, box, one,
+			      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+			      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+			      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
+		return -EIO;
+	return 0;
+}
+
+int mla_reg_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream)
+{
+	struct reg_params k = {};
+	cudaLaunchAttribute attr = {};
+	cudaLaunchConfig_t cfg = {};
+
+	static_assert(sizeof(struct reg_smem) <= 227 * 1024, "too much shared memory");
+	k.a = *p;
+	if (reg_map(p, &k.latent) ||
+	    cudaFuncSetAttribute(attn_mla_reg_kernel,
+				 cudaFuncAttributeMaxDynamicSharedMemorySize,
+				 (int)sizeof(struct reg_smem)) != cudaSuccess)
+		return -EIO;
+	attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr.val.programmaticStreamSerializationAllowed = 1;
+	cfg.gridDim = dim3(nr_ctas);
+	cfg.blockDim = dim3(reg_cfg::NR_THREADS);
+	cfg.dynamicSmemBytes = sizeof(struct reg_smem);
+	cfg.stream = stream;
+	cfg.attrs = &attr;
+	cfg.numAttrs = 1;
+	return cudaLaunchKernelEx(&cfg, attn_mla_reg_kernel, k) == cudaSuccess ? 0 : -EIO;
+}

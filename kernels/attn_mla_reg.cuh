@@ -1,0 +1,165 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_mla_reg.cuh - parameters, shared memory, queries and operands of the MLA decode kernel
+ * for FP8 pages and up to 64 query rows; attn_mla_reg.cu explains it.
+ */
+#ifndef KVK_ATTN_MLA_REG_CUH
+#define KVK_ATTN_MLA_REG_CUH
+
+#include <cuda.h>
+#include "kernels/attn_mla.cuh"
+#include "kernels/wgmma.cuh"
+
+#define REG_ROWS  64   /* query rows of a CTA */
+#define REG_BLOCK 8192 /* bytes of 64 rows of 128 bytes */
+#define REG_SLACK 8.f  /* P may grow to 2^8 before its reference is raised */
+#define REG_NONE \
+	-1e30f	     /* reference before the first page; finite, as -inf - -inf is not */
+#define REG_OWN	   2 /* + warpgroup: its barrier */
+#define REG_ROPE   (TOKENS * ROPE)
+#define REG_SCALES (TOKENS * 4)
+
+struct reg_params {
+	CUtensorMap latent; /* of the layer: byte, token, block of 128, page, extent */
+	struct attn_params a;
+};
+
+struct reg_cfg {
+	static constexpr int NR_WARPS = 8; /* consumers */
+	static constexpr int NR_THREADS = 384;
+	static constexpr int STAGES = 4;
+	static constexpr int REGS_USE = 240;
+	static constexpr int REGS_FEED = 24;
+};
+
+/* q, latent and p have the 128-byte swizzle and start at multiples of 1,024. */
+struct reg_smem {
+	using C = reg_cfg;
+	uint8_t q[9][REG_BLOCK];		 /* [k-steps 4i .. 4i + 3][row] f16 */
+	uint8_t latent[C::STAGES][4][REG_BLOCK]; /* [128 dims][token] e4m3 */
+	uint8_t p[TOKENS * REG_ROWS * 2];	 /* [token][row] f16; or scratch */
+	uint8_t rope[C::STAGES][REG_ROPE + REG_SCALES];
+	float m[REG_ROWS];	/* reference of a row's exponents, log2 */
+	float shrink[REG_ROWS]; /* what the latest raise makes of older sums */
+	struct mla_seg segs[SEG_RING];
+	struct plan_pending pend[2];
+	uint64_t full[C::STAGES];
+	uint64_t empty[C::STAGES];
+	uint64_t p_full;
+	uint64_t p_empty;
+	uint32_t raised; /* with this P */
+	uint32_t segs_in;
+	uint32_t segs_done;
+	uint32_t flag;
+};
+
+/* ------------------------------------------------------------------------------ queries
+ */
+
+/* Eight neighbouring values of a row (or zeros) as f16. */
+KVK_DEV void reg_q_read(const struct attn_params &p, size_t at, bool in, uint32_t *v)
+{
+	float2 x[4] = {};
+
+	if (in && !p.act_f32) {
+		uint4 b = *(const uint4 *)((const __nv_bfloat16 *)p.q + at);
+
+		x[0] = unpack_bf16(b.x);
+		x[1] = unpack_bf16(b.y);
+		x[2] = unpack_bf16(b.z);
+		x[3] = unpack_bf16(b.w);
+	} else if (in) {
+		for (int k = 0; k < 4; k++)
+			x[k] = unpack_bf16(
+				pack_bf16(((const float *)p.q)[at + 2 * k],
+					  ((const float *)p.q)[at + 2 * k + 1]));
+	}
+#pragma unroll
+	for (int k = 0; k < 4; k++)
+		v[k] = pack_f16(x[k].x, x[k].y);
+}
+
+/*
+ * The block's queries to shared memory, by all consumers; the last ones are done with. Columns
+ * are in the order in which lanes hold the bytes of a key (ks_dim()). Lanes take rows and
+ * dims so that their words go to 32 different banks.
+ */
+KVK_DEV void reg_load_q(const struct attn_params &p, const struct plan_seg &s,
+			struct reg_smem *sm)
+{
+	const uint32_t rows = s.q_len * p.nr_q_heads, first = s.hblk * REG_ROWS;
+	const uint32_t lane = threadIdx.x & 31, pair = lane & 1, c = lane >> 1 & 3;
+
+	grid_wait();
+#pragma unroll 6
+	for (uint32_t i = threadIdx.x / 32; i < 9 * 16; i += 8) {
+		const uint32_t row = i % 16 * 4 + lane / 8, u = i / 16;
+		const uint32_t dim = ks_dim<true>((int)(u * 4), (int)c) + pair * 8;
+		uint32_t v[4];
+
+		reg_q_read(p,
+			   ((size_t)s.q0 * p.nr_q_heads + first + row) * (LATENT + ROPE) +
+				   dim,
+			   first + row < rows, v);
+#pragma unroll
+		for (uint32_t k = 0; k < 4; k++)
+			*(uint32_t *)(sm->q[u] + row * 128 +
+				      ((pair * 4 + k) ^ (row & 7)) * 16 + c * 4) = v[k];
+	}
+	fence_proxy_async();
+	bar_sync(BAR_ALL, 256);
+}
+
+/* ----------------------------------------------------------------------------- operands
+ */
+
+/* What a lane reads: 16 bytes of rows g and g + 8. @next: bytes from one to the other */
+KVK_DEV void reg_key_read(uint32_t at, uint32_t next, uint4 *w)
+{
+	w[0] = lds128(at);
+	w[1] = lds128(at + next);
+}
+
+/* ... as A operands of four k-steps. */
+KVK_DEV void reg_key_cvt(const uint4 *w, uint32_t (&a)[16])
+{
+	const uint32_t lo[4] = {w[0].x, w[0].y, w[0].z, w[0].w};
+	const uint32_t hi[4] = {w[1].x, w[1].y, w[1].z, w[1].w};
+
+#pragma unroll
+	for (int i = 0; i < 4; i++) {
+		e4m3x4_f16(lo[i], a[4 * i], a[4 * i + 2]);
+		e4m3x4_f16(hi[i], a[4 * i + 1], a[4 * i + 3]);
+	}
+}
+
+/*
+ * Values: 8 dims of tokens 2c, 2c + 1, 2c + 8, 2c + 9 of sixteen. Of these dims 2 b and 2 b + 1
+ * are rows g and g + 8 of the warpgroup's b-th product.
+ */
+KVK_DEV void reg_value_read(uint32_t at, uint2 *w)
+{
+	w[0] = lds64(at);
+	w[1] = lds64((at ^ 16) + 128);
+	w[2] = lds64(at + 1024);
+	w[3] = lds64((at ^ 16) + 1152);
+}
+
+KVK_DEV void reg_value_cvt(const uint2 *w, uint32_t (&a)[16])
+{
+#pragma unroll
+	for (int b = 0; b < 4; b++) {
+		const uint32_t order = b & 1 ? 0x7362 : 0x5140;
+
+#pragma unroll
+		for (int k = 0; k < 2; k++) {
+			const uint32_t x = b & 2 ? w[2 * k].y : w[2 * k].x;
+			const uint32_t y = b & 2 ? w[2 * k + 1].y : w[2 * k + 1].x;
+
+			e4m3x4_f16(__byte_perm(x, y, order), a[4 * b + 2 * k],
+				   a[4 * b + 2 * k + 1]);
+		}
+	}
+}
+
+#endif /* KVK_ATTN_MLA_REG_CUH */
