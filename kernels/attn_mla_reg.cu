@@ -42,7 +42,7 @@
 /* A consumer thread's sums. Columns are rows of the block: 8 j + 2 c + e. */
 struct reg_state {
 	float o[4][32]; /* o[b][4 j + 2 h + e]: dim 2 b + h of the thread's 8 */
-	float l[16];	/* l[2 j + e], of this thread's tokens */
+	float l[2];	/* of columns 8 g + 2 c + e, this warp's tokens */
 };
 
 /* A thread's tokens g and g + 8 of its warp's sixteen. */
@@ -62,7 +62,7 @@ KVK_DEV void reg_keep(float (&o)[4][32])
 /* ------------------------------------------------------------------------------- scores
  */
 
-KVK_DEV struct reg_tokens reg_scales(const struct attn_params &p, uint32_t valid,
+KVK_DEV struct reg_tokens reg_scales(const struct attn_params &p, int32_t valid,
 				     const uint8_t *rope)
 {
 	const uint32_t first = threadIdx.x / 32 % 4 * 16 + (threadIdx.x & 31) / 4;
@@ -74,7 +74,7 @@ KVK_DEV struct reg_tokens reg_scales(const struct attn_params &p, uint32_t valid
 		float2 v = make_float2(p.scales ? p.scales[0] : 1.f, 0.f);
 
 		t.ratio[h] = 1.f;
-		if (p.token_scales && at < valid) {
+		if (p.token_scales && (int32_t)at < valid) {
 			v = unpack_f16(*(const uint32_t *)(rope + REG_ROPE + at * 4));
 			v.x = v.x == 0.f ? 0x1p-24f : v.x; /* of no value: 0 / 0 is NaN */
 			t.ratio[h] = __fdividef(v.y, v.x);
@@ -85,55 +85,108 @@ KVK_DEV struct reg_tokens reg_scales(const struct attn_params &p, uint32_t valid
 	return t;
 }
 
-/* Four k-steps. @u: which block of the queries */
-KVK_DEV void reg_score_step(float (&s)[32], const uint32_t (&a)[16], uint64_t dq, int u,
-			    bool first)
-{
-	wgm_fence();
-#pragma unroll
-	for (int k = 0; k < 4; k++)
-		wgm_rs64_f16<0>(s, a + 4 * k,
-				wgm_desc_at(dq, u * (REG_BLOCK / 16) + 2 * k),
-				!first || k > 0);
-	wgm_commit();
-}
+/* What a warp needs to read a page's bytes, and to name the other operands. */
+struct reg_lane {
+	uint32_t rope;	/* of stage 0 */
+	uint32_t key;	/* first chunk of a key */
+	uint32_t value; /* first k-step of the warpgroup's dims */
+	uint64_t q;	/* descriptors */
+	uint64_t p;
+};
 
-/* Scores of a page's 64 tokens, in units of the latent scales. */
-KVK_DEV void reg_scores(const struct reg_smem *sm, uint32_t stage, const float *ratio,
-			float (&s)[32])
+KVK_DEV struct reg_lane reg_lane_init(const struct reg_smem *sm, int own)
 {
 	const uint32_t lane = threadIdx.x & 31, g = lane / 4, c = lane & 3;
-	const uint32_t row = threadIdx.x / 32 % 4 * 16 + g;
-	const uint32_t rope = smem_addr(sm->rope[stage]) + row * ROPE + c * 16;
-	const uint32_t key =
-		smem_addr(sm->latent[stage]) + row * 128 + ((2 * c) ^ g) * 16;
-	const uint64_t dq = wgm_desc(smem_addr(sm->q));
-	uint32_t a[2][16];
-	uint4 w[2];
+	const uint32_t w = threadIdx.x / 32 % 4, row = w * 16 + g;
+	struct reg_lane r;
 
-	reg_key_read(rope, 8 * ROPE, w);
-	reg_key_cvt(w, a[0]);
-	reg_key_read(key, 1024, w);
-	reg_score_step(s, a[0], dq, 8, true);
-	reg_key_cvt(w, a[1]);
-	wgm_wait<0>();
-	wgm_keep<32>(s);
+	r.rope = smem_addr(sm->rope[0]) + row * ROPE + c * 16;
+	r.key = smem_addr(sm->latent[0]) + row * 128 + ((2 * c) ^ g) * 16;
+	r.value = smem_addr(sm->latent[0][own * 2 + w / 2]) + 2 * c * 128 +
+		  (((w & 1) * 4 + g / 2) ^ (2 * c)) * 16 + (g & 1) * 8;
+	r.q = wgm_desc(smem_addr(sm->q));
+	r.p = wgm_desc(smem_addr(sm->p));
+	return r;
+}
+
+/* Group @u of a page's keys: 0 is the rope. */
+KVK_DEV void reg_score_group(const struct reg_lane &r, uint32_t stage, int u,
+			     uint32_t (&w)[8])
+{
+	if (u == 0)
+		reg_key_read(r.rope + stage * (REG_ROPE + REG_SCALES), 8 * ROPE, w);
+	else
+		reg_key_read((r.key ^ (u - 1 & 1) * 16) + stage * (4 * REG_BLOCK) +
+				     (u - 1) / 2 * REG_BLOCK,
+			     1024, w);
+}
+
+KVK_DEV void reg_value_group(const struct reg_lane &r, uint32_t stage, int t,
+			     uint32_t (&w)[8])
+{
+	reg_value_read(r.value + stage * (4 * REG_BLOCK) + t * 2048, w);
+}
+
+/* The first products' operands and the words of the next, before a stream of them starts. */
+KVK_DEV void reg_score_start(const struct reg_lane &r, uint32_t stage, uint32_t (*a)[4],
+			     uint32_t (&w)[8])
+{
+	reg_score_group(r, stage, 0, w);
 #pragma unroll
-	for (int i = 0; i < 32; i++)
-		s[i] *= ratio[i / 2 & 1];
+	for (int j = 0; j < REG_AHEAD; j++)
+		reg_key_cvt(w, j, a[j]);
+	if (REG_AHEAD == 4)
+		reg_score_group(r, stage, 1, w);
+}
+
+template <int FIRST>
+KVK_DEV void reg_value_start(const struct reg_lane &r, uint32_t stage, uint32_t (*a)[4],
+			     uint32_t (&w)[8])
+{
+	reg_value_group(r, stage, 0, w);
 #pragma unroll
-	for (int u = 0; u < 8; u++) {
-		if (u < 7)
-			reg_key_read((key ^ ((u + 1) & 1) * 16) + (u + 1) / 2 * REG_BLOCK,
-				     1024, w);
-		reg_score_step(s, a[(u + 1) & 1], dq, u, false);
-		if (u < 7) {
-			wgm_wait<1>();
-			reg_key_cvt(w, a[u & 1]);
+	for (int j = 0; j < REG_AHEAD; j++)
+		reg_value_cvt(w, j, a[(FIRST + j) % REG_SLOTS]);
+	if (REG_AHEAD == 4)
+		reg_value_group(r, stage, 1, w);
+}
+
+/*
+ * Scores of a page, in units of the latent scales: the rope's, times @ratio, then the latent's.
+ * Started by reg_score_start(); it starts the values of stage @next.
+ */
+KVK_DEV void reg_scores(const struct reg_lane &r, uint32_t stage, uint32_t next,
+			const float *ratio, uint32_t (*a)[4], uint32_t (&w)[8],
+			float (&s)[32])
+{
+#pragma unroll
+	for (int i = 0; i < 36; i++) {
+		const int j = i + REG_AHEAD;
+
+		wgm_fence();
+		wgm_rs64_f16<0>(
+			s, a[i % REG_SLOTS],
+			wgm_desc_at(r.q, (i + 32) / 4 % 9 * (REG_BLOCK / 16) + i % 4 * 2),
+			i > 0);
+		wgm_commit();
+		if (i > 3)
+			wgm_wait<REG_AHEAD>();
+		if (j < 36)
+			reg_key_cvt(w, j % 4, a[j % REG_SLOTS]);
+		else
+			reg_value_cvt(w, j % 4, a[j % REG_SLOTS]);
+		if (j % 4 == 3 && j / 4 < 8)
+			reg_score_group(r, stage, j / 4 + 1, w);
+		else if (j % 4 == 3)
+			reg_value_group(r, next, j / 4 - 8, w);
+		if (i == 3) {
+			wgm_wait<0>();
+			wgm_keep<32>(s);
+#pragma unroll
+			for (int k = 0; k < 32; k++)
+				s[k] *= ratio[k / 2 & 1];
 		}
 	}
-	wgm_wait<0>();
-	wgm_keep<32>(s);
 }
 
 /* Tokens that a row must not see: those behind its own, and behind the end. */
@@ -143,8 +196,6 @@ KVK_DEV void reg_mask(const struct attn_params &p, const struct plan_seg &g,
 	const int lane = threadIdx.x & 31, first = threadIdx.x / 32 % 4 * 16 + lane / 4;
 	const int32_t sees = valid - (int32_t)g.q_len + 1;
 
-	if (sees >= (int32_t)TOKENS)
-		return;
 #pragma unroll
 	for (int i = 0; i < 32; i++) {
 		const uint32_t row =
@@ -210,17 +261,42 @@ KVK_DEV bool reg_probs(struct reg_smem *sm, const float (&s)[32],
 	return top > 256.f; /* 2^REG_SLACK */
 }
 
+/* Lanes that differ in bit 2 N split 2 N values between them. */
+template <int N> KVK_DEV void reg_halve(float *ls)
+{
+	const bool upper = threadIdx.x & 2 * N;
+
+#pragma unroll
+	for (int i = 0; i < N; i++) {
+		const float lo = ls[i], hi = ls[N + i];
+
+		ls[i] = (upper ? hi : lo) +
+			__shfl_xor_sync(~0u, upper ? lo : hi, 2 * N);
+	}
+}
+
+/* Sums of the warp's tokens: ls[2 j + e] of lanes 4 g + c to l[e] of lane 4 j + c. */
+KVK_DEV void reg_add_sums(float *ls, float *l)
+{
+	reg_halve<8>(ls);
+	reg_halve<4>(ls);
+	reg_halve<2>(ls);
+	l[0] += ls[0];
+	l[1] += ls[1];
+}
+
 /* Columns shrink to the latest reference. */
 KVK_DEV void reg_shrink(const struct reg_smem *sm, struct reg_state &st)
 {
 	const int c = threadIdx.x & 3;
+	const float2 mine = *(const float2 *)&sm->shrink[(threadIdx.x & 31) * 2];
 
+	st.l[0] *= mine.x;
+	st.l[1] *= mine.y;
 #pragma unroll
 	for (int j = 0; j < 8; j++) {
 		const float2 f = *(const float2 *)&sm->shrink[8 * j + 2 * c];
 
-		st.l[2 * j] *= f.x;
-		st.l[2 * j + 1] *= f.y;
 #pragma unroll
 		for (int b = 0; b < 4; b++)
 #pragma unroll
@@ -233,7 +309,7 @@ KVK_DEV void reg_shrink(const struct reg_smem *sm, struct reg_state &st)
 
 /* New references for rows with too large a P. By the warpgroup that has P's memory. */
 KVK_DEV void reg_raise(struct reg_smem *sm, const float (&s)[32],
-		       const struct reg_tokens &t, int own)
+		       const struct reg_tokens &t)
 {
 	const int lane = threadIdx.x & 31, tid = threadIdx.x % 128;
 	float *top = (float *)sm->p; /* [warp][row] */
@@ -251,7 +327,7 @@ KVK_DEV void reg_raise(struct reg_smem *sm, const float (&s)[32],
 		if (lane < 4)
 			top[tid / 32 * REG_ROWS + i / 2 * 8 + 2 * lane + (i & 1)] = z;
 	}
-	bar_sync(REG_OWN + own, 128);
+	bar_sync(REG_OWN + threadIdx.x / 128, 128);
 	if (tid < REG_ROWS) {
 		const float old = sm->m[tid];
 		const float z =
@@ -262,13 +338,12 @@ KVK_DEV void reg_raise(struct reg_smem *sm, const float (&s)[32],
 		sm->shrink[tid] = exp2_fast(old - now);
 		sm->m[tid] = now;
 	}
-	bar_sync(REG_OWN + own, 128);
+	bar_sync(REG_OWN + threadIdx.x / 128, 128);
 }
 
 /* Softmax of a page that this warpgroup scored; then P is there for both. */
 KVK_DEV void reg_softmax(struct reg_smem *sm, const float (&s)[32],
-			 const struct reg_tokens &t, struct reg_state &st, uint32_t seq,
-			 int own)
+			 const struct reg_tokens &t, struct reg_state &st, uint32_t seq)
 {
 	float ls[16];
 	bool raise;
@@ -276,73 +351,83 @@ KVK_DEV void reg_softmax(struct reg_smem *sm, const float (&s)[32],
 	mbar_wait(&sm->p_empty, (seq & 1) ^ 1);
 	raise = reg_probs(sm, s, t, ls);
 	fence_proxy_async();
-	raise = bar_or(REG_OWN + own, 128, raise);
+	raise = bar_or(REG_OWN + threadIdx.x / 128, 128, raise);
 	if (raise) {
-		reg_raise(sm, s, t, own);
+		reg_raise(sm, s, t);
 		reg_shrink(sm, st);
 		reg_probs(sm, s, t, ls);
 		fence_proxy_async();
-		bar_sync(REG_OWN + own, 128);
+		bar_sync(REG_OWN + threadIdx.x / 128, 128);
 	}
 	if (threadIdx.x % 128 == 0) {
 		sm->raised = raise;
 		mbar_arrive(&sm->p_full);
 	}
-#pragma unroll
-	for (int i = 0; i < 16; i++)
-		st.l[i] += ls[i];
+	reg_add_sums(ls, st.l);
 }
 
 /* ------------------------------------------------------------------------------- values
  */
 
-/*
- * O^T += V^T P^T of page @seq for this warpgroup's half of the dims. @other: the other one
- * scored it. @whole: no tail that its owner has to clear before it is read.
- */
-KVK_DEV void reg_values(struct reg_smem *sm, struct reg_state &st, uint32_t seq, int own,
-			bool other, bool whole)
-{
-	const uint32_t lane = threadIdx.x & 31, g = lane / 4, c = lane & 3;
-	const uint32_t w = threadIdx.x / 32 % 4, stage = seq % reg_cfg::STAGES;
-	const uint32_t at = smem_addr(sm->latent[stage][own * 2 + w / 2]) + 2 * c * 128 +
-			    (((w & 1) * 4 + g / 2) ^ (2 * c)) * 16 + (g & 1) * 8;
-	const uint64_t dp = wgm_desc(smem_addr(sm->p));
-	uint32_t a[2][16];
-	uint2 v[4];
+/* Slots: a page's scores start at 0, values of the other's page follow, those of its own lead. */
+#define REG_OTHER (36 % REG_SLOTS)
+#define REG_MINE  ((4 * REG_SLOTS - 16) % REG_SLOTS)
 
-	if (other && !whole)
-		mbar_wait(&sm->p_full, seq & 1);
-	reg_value_read(at, v);
-	reg_value_cvt(v, a[0]);
-	if (other) {
-		mbar_wait(&sm->p_full, seq & 1);
-		if (*(volatile uint32_t *)&sm->raised)
-			reg_shrink(sm, st);
-	}
+/*
+ * O^T += V^T P^T for this warpgroup's half of the dims. Started by reg_value_start<FIRST>(). KEYS:
+ * it starts the scores of stage @next.
+ */
+template <bool KEYS, int FIRST>
+KVK_DEV void reg_values(const struct reg_lane &r, uint32_t stage, uint32_t next,
+			uint32_t (*a)[4], uint32_t (&w)[8], float (&o)[4][32])
+{
 #pragma unroll
-	for (int t = 0; t < 4; t++) {
-		if (t < 3)
-			reg_value_read(at + (t + 1) * 2048, v);
+	for (int i = 0; i < 16; i++) {
+		const int j = i + REG_AHEAD;
+
 		wgm_fence();
-#pragma unroll
-		for (int b = 0; b < 4; b++)
-			wgm_rs64_f16<1>(st.o[b], a[t & 1] + 4 * b,
-					wgm_desc_at(dp, t * (2048 / 16)), 1);
+		wgm_rs64_f16<1>(o[i % 4], a[(FIRST + i) % REG_SLOTS],
+				wgm_desc_at(r.p, i / 4 * (2048 / 16)), 1);
 		wgm_commit();
-		if (t < 3) {
-			wgm_wait<1>();
-			reg_value_cvt(v, a[(t + 1) & 1]);
-		}
+		if (KEYS && i >= REG_AHEAD) /* nothing else is under way */
+			wgm_wait<REG_AHEAD>();
+		else if (!KEYS)
+			wgm_wait<REG_AHEAD>();
+		if (j < 16)
+			reg_value_cvt(w, j % 4, a[(FIRST + j) % REG_SLOTS]);
+		else if (KEYS)
+			reg_key_cvt(w, j % 4, a[(FIRST + j) % REG_SLOTS]);
+		if (j % 4 == 3 && j / 4 < 3)
+			reg_value_group(r, stage, j / 4 + 1, w);
+		else if (j % 4 == 3 && KEYS)
+			reg_score_group(r, next, j / 4 - 3, w);
 	}
-	__syncwarp(); /* the page's bytes are in registers */
-	if (lane == 0)
-		mbar_arrive(&sm->empty[stage]);
+}
+
+KVK_DEV void reg_arrive(uint64_t *bar)
+{
+	__syncwarp();
+	if ((threadIdx.x & 31) == 0)
+		mbar_arrive(bar);
+}
+
+/* Values of page @seq, which the other warpgroup scored; slots as in reg_values(). */
+KVK_DEV void reg_values_other(const struct reg_lane &r, uint32_t seq, uint32_t (*a)[4],
+			      uint32_t (&w)[8], struct reg_state &st, struct reg_smem *sm)
+{
+	const uint32_t stage = seq % reg_cfg::STAGES;
+
+	mbar_wait(&sm->p_full, seq & 1);
+	if (*(volatile uint32_t *)&sm->raised) {
+		wgm_wait<0>();
+		reg_keep(st.o);
+		reg_shrink(sm, st);
+	}
+	reg_values<false, REG_OTHER>(r, stage, stage, a, w, st.o);
+	reg_arrive(&sm->empty[stage]);
 	wgm_wait<0>();
 	reg_keep(st.o);
-	__syncwarp();
-	if (lane == 0)
-		mbar_arrive(&sm->p_empty);
+	reg_arrive(&sm->p_empty);
 }
 
 /* ----------------------------------------------------------------------------- segments
@@ -352,27 +437,53 @@ KVK_DEV void reg_values(struct reg_smem *sm, struct reg_state &st, uint32_t seq,
 KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, uint32_t nr,
 		       uint32_t seq, int own, struct reg_state &st, struct reg_smem *sm)
 {
-	const uint32_t len = g.len - g.page0 * TOKENS; /* from the first page on */
+	const struct reg_lane r = reg_lane_init(sm, own);
+	const uint32_t end = seq + nr;
+	uint32_t a[REG_SLOTS][4], w[8];
+	uint32_t at = seq + own;
+	/* tokens from page @at on, at most */
+	int32_t left = (int32_t)(g.len - (g.page0 + own) * TOKENS);
+	bool first = !own;
 
-	for (uint32_t n = own; n < nr; n += 2) {
-		const uint32_t at = seq + n, stage = at % reg_cfg::STAGES;
-		const uint32_t valid = min(len - n * TOKENS, (uint32_t)TOKENS);
-		struct reg_tokens t;
-		float s[32];
+	if (at < end) {
+		const uint32_t stage = at % reg_cfg::STAGES;
 
 		mbar_wait(&sm->full[stage], at / reg_cfg::STAGES & 1);
-		t = reg_scales(p, valid, sm->rope[stage]);
-		reg_scores(sm, stage, t.ratio, s);
-		if (n)
-			reg_values(sm, st, at - 1, own, true, true);
-		reg_mask(p, g, (int32_t)(len - n * TOKENS), s);
-		if (valid < TOKENS)
-			reg_tail(sm, stage, valid);
-		reg_softmax(sm, s, t, st, at, own);
-		reg_values(sm, st, at, own, false, true);
+		reg_score_start(r, stage, a, w);
 	}
-	if (nr && (nr - 1 & 1) != own)
-		reg_values(sm, st, seq + nr - 1, own, true, len >= nr * TOKENS);
+	for (; at < end; at += 2, left -= 2 * TOKENS) {
+		const uint32_t stage = at % reg_cfg::STAGES;
+		const uint32_t next = (at + 2) % reg_cfg::STAGES;
+		struct reg_tokens t = reg_scales(p, left, sm->rope[stage]);
+		float s[32];
+
+		reg_scores(r, stage, (at - 1) % reg_cfg::STAGES, t.ratio, a, w, s);
+		if (!first)
+			reg_values_other(r, at - 1, a, w, st, sm);
+		first = false;
+		wgm_wait<0>();
+		wgm_keep<32>(s);
+		t = reg_scales(p, left, sm->rope[stage]);
+		if (left < (int32_t)(TOKENS + g.q_len - 1))
+			reg_mask(p, g, left, s);
+		if (left < (int32_t)TOKENS)
+			reg_tail(sm, stage, left);
+		reg_softmax(sm, s, t, st, at);
+		if (at + 2 < end)
+			mbar_wait(&sm->full[next], (at + 2) / reg_cfg::STAGES & 1);
+		reg_value_start<REG_MINE>(r, stage, a, w);
+		reg_values<true, REG_MINE>(r, stage, next, a, w, st.o);
+		reg_arrive(&sm->empty[stage]);
+		wgm_wait<0>();
+		reg_keep(st.o);
+		reg_arrive(&sm->p_empty);
+	}
+	if (nr && (nr - 1 & 1) != own) {
+		if (left < (int32_t)(2 * TOKENS)) /* its owner has cleared the tail */
+			mbar_wait(&sm->p_full, end - 1 & 1);
+		reg_value_start<REG_OTHER>(r, (end - 1) % reg_cfg::STAGES, a, w);
+		reg_values_other(r, end - 1, a, w, st, sm);
+	}
 }
 
 /* Bench only: the pages come and go. */
@@ -446,16 +557,8 @@ KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g,
 	float(*part)[REG_ROWS] = (float(*)[REG_ROWS])sm->p;
 	float2 *ml = (float2 *)(sm->p + 8 * REG_ROWS * 4);
 
-#pragma unroll
-	for (int i = 0; i < 16; i++)
-#pragma unroll
-		for (int k = 4; k < 32; k *= 2)
-			st.l[i] += __shfl_xor_sync(~0u, st.l[i], k);
 	bar_sync(BAR_ALL, 256); /* both are done with P */
-	if (lane < 4)
-#pragma unroll
-		for (int i = 0; i < 16; i++)
-			part[tid / 32][i / 2 * 8 + 2 * lane + (i & 1)] = st.l[i];
+	*(float2 *)&part[tid / 32][lane * 2] = make_float2(st.l[0], st.l[1]);
 	bar_sync(BAR_ALL, 256);
 	if (tid < REG_ROWS) {
 		float l = 0.f;

@@ -113,53 +113,52 @@ KVK_DEV void reg_load_q(const struct attn_params &p, const struct plan_seg &s,
 /* ----------------------------------------------------------------------------- operands
  */
 
-/* What a lane reads: 16 bytes of rows g and g + 8. @next: bytes from one to the other */
-KVK_DEV void reg_key_read(uint32_t at, uint32_t next, uint4 *w)
+/*
+ * A operands are made one product at a time, REG_AHEAD products ahead, in slots of a ring: when
+ * a product is issued, the one that far before it is waited for and its slot filled again. Bytes
+ * come from shared memory in groups of four products, 8 words a lane.
+ */
+#ifndef REG_AHEAD
+#define REG_AHEAD 3
+#endif
+#define REG_SLOTS (2 * REG_AHEAD)
+
+/* Keys, four k-steps: 16 bytes of rows g and g + 8, @next bytes apart. */
+KVK_DEV void reg_key_read(uint32_t at, uint32_t next, uint32_t (&w)[8])
 {
-	w[0] = lds128(at);
-	w[1] = lds128(at + next);
+	lds_one(at, w);
+	lds_one(at + next, w + 4);
 }
 
-/* ... as A operands of four k-steps. */
-KVK_DEV void reg_key_cvt(const uint4 *w, uint32_t (&a)[16])
+KVK_DEV void reg_key_cvt(const uint32_t (&w)[8], int k, uint32_t *a)
 {
-	const uint32_t lo[4] = {w[0].x, w[0].y, w[0].z, w[0].w};
-	const uint32_t hi[4] = {w[1].x, w[1].y, w[1].z, w[1].w};
-
-#pragma unroll
-	for (int i = 0; i < 4; i++) {
-		e4m3x4_f16(lo[i], a[4 * i], a[4 * i + 2]);
-		e4m3x4_f16(hi[i], a[4 * i + 1], a[4 * i + 3]);
-	}
+	e4m3x4_f16(w[k], a[0], a[2]);
+	e4m3x4_f16(w[4 + k], a[1], a[3]);
 }
 
 /*
- * Values: 8 dims of tokens 2c, 2c + 1, 2c + 8, 2c + 9 of sixteen. Of these dims 2 b and 2 b + 1
- * are rows g and g + 8 of the warpgroup's b-th product.
+ * Values, one k-step of four products: 8 dims of tokens 2c, 2c + 1, 2c + 8, 2c + 9. Of these dims
+ * 2 b and 2 b + 1 are rows g and g + 8 of product b.
  */
-KVK_DEV void reg_value_read(uint32_t at, uint2 *w)
+KVK_DEV void reg_value_read(uint32_t at, uint32_t (&w)[8])
 {
-	w[0] = lds64(at);
-	w[1] = lds64((at ^ 16) + 128);
-	w[2] = lds64(at + 1024);
-	w[3] = lds64((at ^ 16) + 1152);
+	const uint32_t odd = (at ^ 16) + 128;
+	const uint2 v[4] = {lds64(at), lds64(odd), lds64(at + 1024), lds64(odd + 1024)};
+
+#pragma unroll
+	for (int i = 0; i < 4; i++) {
+		w[2 * i] = v[i].x;
+		w[2 * i + 1] = v[i].y;
+	}
 }
 
-KVK_DEV void reg_value_cvt(const uint2 *w, uint32_t (&a)[16])
+KVK_DEV void reg_value_cvt(const uint32_t (&w)[8], int b, uint32_t *a)
 {
-#pragma unroll
-	for (int b = 0; b < 4; b++) {
-		const uint32_t order = b & 1 ? 0x7362 : 0x5140;
+	const uint32_t order = b & 1 ? 0x7362 : 0x5140;
+	const int i = b / 2;
 
-#pragma unroll
-		for (int k = 0; k < 2; k++) {
-			const uint32_t x = b & 2 ? w[2 * k].y : w[2 * k].x;
-			const uint32_t y = b & 2 ? w[2 * k + 1].y : w[2 * k + 1].x;
-
-			e4m3x4_f16(__byte_perm(x, y, order), a[4 * b + 2 * k],
-				   a[4 * b + 2 * k + 1]);
-		}
-	}
+	e4m3x4_f16(__byte_perm(w[i], w[2 + i], order), a[0], a[1]);
+	e4m3x4_f16(__byte_perm(w[4 + i], w[6 + i], order), a[2], a[3]);
 }
 
 #endif /* KVK_ATTN_MLA_REG_CUH */
