@@ -45,11 +45,10 @@ struct reg_state {
 	float l[2];	/* of columns 8 g + 2 c + e, this warp's tokens */
 };
 
-/* A thread's tokens g and g + 8 of its warp's sixteen. */
+/* Of a thread's tokens g and g + 8 of its warp's sixteen. */
 struct reg_tokens {
-	float ks[2];	/* factor of the scores */
-	float sl[2];	/* ... of the probabilities */
-	float ratio[2]; /* rope scale over latent scale */
+	float ks[2]; /* factor of the scores */
+	float sl[2]; /* ... of the probabilities */
 };
 
 KVK_DEV void reg_keep(float (&o)[4][32])
@@ -62,25 +61,30 @@ KVK_DEV void reg_keep(float (&o)[4][32])
 /* ------------------------------------------------------------------------------- scores
  */
 
+/* Latent and rope scale of token @at of a page with @valid ones. */
+KVK_DEV float2 reg_scale(const struct attn_params &p, int32_t valid,
+			 const struct reg_smem *sm, uint32_t stage, uint32_t at)
+{
+	float2 v = make_float2(1.f, 1.f);
+
+	if (!p.token_scales)
+		v.x = v.y = sm->fixed;
+	else if ((int32_t)at < valid)
+		v = unpack_f16(*(const uint32_t *)(sm->rope[stage] + REG_ROPE + at * 4));
+	v.x = v.x == 0.f ? 0x1p-24f : v.x; /* a latent of zeros: 0 / 0 is NaN */
+	return v;
+}
+
 KVK_DEV struct reg_tokens reg_scales(const struct attn_params &p, int32_t valid,
-				     const uint8_t *rope)
+				     const struct reg_smem *sm, uint32_t stage)
 {
 	const uint32_t first = threadIdx.x / 32 % 4 * 16 + (threadIdx.x & 31) / 4;
 	struct reg_tokens t;
 
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
-		const uint32_t at = first + 8 * h;
-		float2 v = make_float2(p.scales ? p.scales[0] : 1.f, 0.f);
-
-		t.ratio[h] = 1.f;
-		if (p.token_scales && (int32_t)at < valid) {
-			v = unpack_f16(*(const uint32_t *)(rope + REG_ROPE + at * 4));
-			v.x = v.x == 0.f ? 0x1p-24f : v.x; /* of no value: 0 / 0 is NaN */
-			t.ratio[h] = __fdividef(v.y, v.x);
-		}
-		t.sl[h] = v.x;
-		t.ks[h] = v.x * p.scale;
+		t.sl[h] = reg_scale(p, valid, sm, stage, first + 8 * h).x;
+		t.ks[h] = t.sl[h] * p.scale;
 	}
 	return t;
 }
@@ -127,65 +131,73 @@ KVK_DEV void reg_value_group(const struct reg_lane &r, uint32_t stage, int t,
 	reg_value_read(r.value + stage * (4 * REG_BLOCK) + t * 2048, w);
 }
 
-/* The first products' operands and the words of the next, before a stream of them starts. */
-KVK_DEV void reg_score_start(const struct reg_lane &r, uint32_t stage, uint32_t (*a)[4],
-			     uint32_t (&w)[8])
+/*
+ * Order of the groups' words: a page's scores in w[u & 1], the values of the other one's page in
+ * w[t + 1 & 1], those of its own in w[t & 1]. So each stream leaves the next one's first two.
+ */
+KVK_DEV void reg_score_start(const struct reg_lane &r, uint32_t stage, struct reg_feed &f)
 {
-	reg_score_group(r, stage, 0, w);
+	reg_score_group(r, stage, 0, f.w[0]);
+	reg_score_group(r, stage, 1, f.w[1]);
 #pragma unroll
 	for (int j = 0; j < REG_AHEAD; j++)
-		reg_key_cvt(w, j, a[j]);
-	if (REG_AHEAD == 4)
-		reg_score_group(r, stage, 1, w);
+		reg_key_cvt(f.w[0], j, f.a[j]);
 }
 
 template <int FIRST>
-KVK_DEV void reg_value_start(const struct reg_lane &r, uint32_t stage, uint32_t (*a)[4],
-			     uint32_t (&w)[8])
+KVK_DEV void reg_value_start(const struct reg_lane &r, uint32_t stage, struct reg_feed &f)
 {
-	reg_value_group(r, stage, 0, w);
+	reg_value_group(r, stage, 0, f.w[FIRST]);
+	reg_value_group(r, stage, 1, f.w[FIRST ^ 1]);
 #pragma unroll
 	for (int j = 0; j < REG_AHEAD; j++)
-		reg_value_cvt(w, j, a[(FIRST + j) % REG_SLOTS]);
-	if (REG_AHEAD == 4)
-		reg_value_group(r, stage, 1, w);
+		reg_value_cvt(f.w[FIRST], j, f.a[j]);
 }
 
 /*
- * Scores of a page, in units of the latent scales: the rope's, times @ratio, then the latent's.
- * Started by reg_score_start(); it starts the values of stage @next.
+ * Scores of a page, in units of the latent scales: the rope's, times rope scale over latent
+ * scale, then the latent's. The values of stage @next follow.
  */
-KVK_DEV void reg_scores(const struct reg_lane &r, uint32_t stage, uint32_t next,
-			const float *ratio, uint32_t (*a)[4], uint32_t (&w)[8],
-			float (&s)[32])
+KVK_DEV void reg_scores(const struct attn_params &p, const struct reg_lane &r,
+			int32_t valid, uint32_t stage, uint32_t next,
+			const struct reg_smem *sm, struct reg_feed &f, float (&s)[32])
 {
+	const uint32_t first = threadIdx.x / 32 % 4 * 16 + (threadIdx.x & 31) / 4;
+	float ratio[2];
+
+#pragma unroll
+	for (int h = 0; h < 2; h++) {
+		const float2 v = reg_scale(p, valid, sm, stage, first + 8 * h);
+
+		ratio[h] = __fdividef(v.y, v.x);
+	}
 #pragma unroll
 	for (int i = 0; i < 36; i++) {
-		const int j = i + REG_AHEAD;
+		const int j = i + REG_AHEAD, u = j / 4;
 
 		wgm_fence();
 		wgm_rs64_f16<0>(
-			s, a[i % REG_SLOTS],
+			s, f.a[i % REG_SLOTS],
 			wgm_desc_at(r.q, (i + 32) / 4 % 9 * (REG_BLOCK / 16) + i % 4 * 2),
 			i > 0);
 		wgm_commit();
-		if (i > 3)
-			wgm_wait<REG_AHEAD>();
-		if (j < 36)
-			reg_key_cvt(w, j % 4, a[j % REG_SLOTS]);
-		else
-			reg_value_cvt(w, j % 4, a[j % REG_SLOTS]);
-		if (j % 4 == 3 && j / 4 < 8)
-			reg_score_group(r, stage, j / 4 + 1, w);
-		else if (j % 4 == 3)
-			reg_value_group(r, next, j / 4 - 8, w);
 		if (i == 3) {
 			wgm_wait<0>();
 			wgm_keep<32>(s);
 #pragma unroll
 			for (int k = 0; k < 32; k++)
 				s[k] *= ratio[k / 2 & 1];
+		} else if (i >= REG_AHEAD) {
+			wgm_wait<REG_AHEAD>();
 		}
+		if (j < 36)
+			reg_key_cvt(f.w[u & 1], j % 4, f.a[j % REG_SLOTS]);
+		else
+			reg_value_cvt(f.w[u & 1], j % 4, f.a[j % REG_SLOTS]);
+		if (j % 4 == 3 && u < 7)
+			reg_score_group(r, stage, u + 2, f.w[u & 1]);
+		else if (j % 4 == 3)
+			reg_value_group(r, next, u - 7, f.w[u & 1]);
 	}
 }
 
@@ -212,23 +224,31 @@ KVK_DEV void reg_tail(struct reg_smem *sm, uint32_t stage, uint32_t valid)
 	for (uint32_t i = threadIdx.x % 128 + valid * 32; i < TOKENS * 32; i += 128)
 		*(uint4 *)(sm->latent[stage][i % 4] + i / 32 * 128 + i / 4 % 8 * 16) =
 			make_uint4(0, 0, 0, 0);
+	bar_sync(REG_OWN + threadIdx.x / 128, 128);
 }
 
 /* ------------------------------------------------------------------------------ softmax
  */
+
+KVK_DEV void reg_references(const struct reg_smem *sm, float2 (&m)[8])
+{
+#pragma unroll
+	for (int j = 0; j < 8; j++)
+		m[j] = *(const float2 *)&sm->m[8 * j + 2 * (threadIdx.x & 3)];
+}
 
 /*
  * P of the thread's tokens to shared memory, their sums to ls[2 j + e]. Returns whether some P
  * is too large.
  */
 KVK_DEV bool reg_probs(struct reg_smem *sm, const float (&s)[32],
-		       const struct reg_tokens &t, float *ls)
+		       const struct reg_tokens &t, const float2 (&m)[8], float *ls)
 {
-	const uint32_t lane = threadIdx.x & 31, c = lane & 3;
+	const uint32_t lane = threadIdx.x & 31;
 	const uint32_t to = smem_addr(sm->p) +
 			    (threadIdx.x / 32 % 4 * 16 + (lane & 7)) * 128 +
 			    ((lane >> 3) ^ (lane & 7)) * 16;
-	float top = 0.f;
+	__half2 top = __float2half2_rn(0.f);
 
 #pragma unroll
 	for (int q = 0; q < 2; q++) {
@@ -237,32 +257,33 @@ KVK_DEV bool reg_probs(struct reg_smem *sm, const float (&s)[32],
 #pragma unroll
 		for (int i = 0; i < 4; i++) {
 			const int j = 4 * q + i;
-			const float2 m = *(const float2 *)&sm->m[8 * j + 2 * c];
 
-			ls[2 * j] = ls[2 * j + 1] = 0.f;
 #pragma unroll
 			for (int h = 0; h < 2; h++) {
-				float x =
-					exp2_fast(fmaf(s[4 * j + 2 * h], t.ks[h], -m.x));
+				float x = exp2_fast(
+					fmaf(s[4 * j + 2 * h], t.ks[h], -m[j].x));
 				float y = exp2_fast(
-					fmaf(s[4 * j + 2 * h + 1], t.ks[h], -m.y));
+					fmaf(s[4 * j + 2 * h + 1], t.ks[h], -m[j].y));
+				__half2 both;
 
-				ls[2 * j] += x;
-				ls[2 * j + 1] += y;
-				x *= t.sl[h];
-				y *= t.sl[h];
-				top = fmaxf(top, fmaxf(x, y));
-				v[h][i] = pack_f16(x, y);
+				ls[2 * j] = h ? ls[2 * j] + x : x;
+				ls[2 * j + 1] = h ? ls[2 * j + 1] + y : y;
+				v[h][i] = pack_f16(x * t.sl[h], y * t.sl[h]);
+				memcpy(&both, &v[h][i], 4);
+				top = __hmax2(top, both);
 			}
 		}
 		stmatrix4(to ^ q * 64, v[0]);
 		stmatrix4((to ^ q * 64) + 1024, v[1]);
 	}
-	return top > 256.f; /* 2^REG_SLACK */
+	return __hgt(__hmax(__low2half(top), __high2half(top)), __float2half(256.f));
 }
 
-/* Lanes that differ in bit 2 N split 2 N values between them. */
-template <int N> KVK_DEV void reg_halve(float *ls)
+/*
+ * Lanes that differ in bit 2 N split 2 N values between them; first what they give is sent. Done
+ * for 8, 4 and 2, the sums ls[2 j + e] of lanes 4 g + c are in ls[e] of lane 4 j + c.
+ */
+template <int N> KVK_DEV void reg_halve_send(float *ls)
 {
 	const bool upper = threadIdx.x & 2 * N;
 
@@ -270,19 +291,16 @@ template <int N> KVK_DEV void reg_halve(float *ls)
 	for (int i = 0; i < N; i++) {
 		const float lo = ls[i], hi = ls[N + i];
 
-		ls[i] = (upper ? hi : lo) +
-			__shfl_xor_sync(~0u, upper ? lo : hi, 2 * N);
+		ls[i] = upper ? hi : lo;
+		ls[N + i] = __shfl_xor_sync(~0u, upper ? lo : hi, 2 * N);
 	}
 }
 
-/* Sums of the warp's tokens: ls[2 j + e] of lanes 4 g + c to l[e] of lane 4 j + c. */
-KVK_DEV void reg_add_sums(float *ls, float *l)
+template <int N> KVK_DEV void reg_halve_add(float *ls)
 {
-	reg_halve<8>(ls);
-	reg_halve<4>(ls);
-	reg_halve<2>(ls);
-	l[0] += ls[0];
-	l[1] += ls[1];
+#pragma unroll
+	for (int i = 0; i < N; i++)
+		ls[i] += ls[N + i];
 }
 
 /* Columns shrink to the latest reference. */
@@ -343,19 +361,20 @@ KVK_DEV void reg_raise(struct reg_smem *sm, const float (&s)[32],
 
 /* Softmax of a page that this warpgroup scored; then P is there for both. */
 KVK_DEV void reg_softmax(struct reg_smem *sm, const float (&s)[32],
-			 const struct reg_tokens &t, struct reg_state &st, uint32_t seq)
+			 const struct reg_tokens &t, struct reg_state &st, uint32_t seq,
+			 float2 (&m)[8], float (&ls)[16])
 {
-	float ls[16];
 	bool raise;
 
 	mbar_wait(&sm->p_empty, (seq & 1) ^ 1);
-	raise = reg_probs(sm, s, t, ls);
+	raise = reg_probs(sm, s, t, m, ls);
 	fence_proxy_async();
 	raise = bar_or(REG_OWN + threadIdx.x / 128, 128, raise);
 	if (raise) {
 		reg_raise(sm, s, t);
 		reg_shrink(sm, st);
-		reg_probs(sm, s, t, ls);
+		reg_references(sm, m);
+		reg_probs(sm, s, t, m, ls);
 		fence_proxy_async();
 		bar_sync(REG_OWN + threadIdx.x / 128, 128);
 	}
@@ -363,45 +382,72 @@ KVK_DEV void reg_softmax(struct reg_smem *sm, const float (&s)[32],
 		sm->raised = raise;
 		mbar_arrive(&sm->p_full);
 	}
-	reg_add_sums(ls, st.l);
 }
 
 /* ------------------------------------------------------------------------------- values
  */
 
-/* Slots: a page's scores start at 0, values of the other's page follow, those of its own lead. */
-#define REG_OTHER (36 % REG_SLOTS)
-#define REG_MINE  ((4 * REG_SLOTS - 16) % REG_SLOTS)
-
-/*
- * O^T += V^T P^T for this warpgroup's half of the dims. Started by reg_value_start<FIRST>(). KEYS:
- * it starts the scores of stage @next.
- */
-template <bool KEYS, int FIRST>
-KVK_DEV void reg_values(const struct reg_lane &r, uint32_t stage, uint32_t next,
-			uint32_t (*a)[4], uint32_t (&w)[8], float (&o)[4][32])
+/* O^T += V^T P^T of the page that the other one scored, for this warpgroup's half of the dims.
+ * The values of stage @next follow. */
+KVK_DEV void reg_values_other(const struct reg_lane &r, uint32_t stage, uint32_t next,
+			      struct reg_feed &f, float (&o)[4][32])
 {
 #pragma unroll
 	for (int i = 0; i < 16; i++) {
-		const int j = i + REG_AHEAD;
+		const int j = i + REG_AHEAD, t = j / 4;
 
 		wgm_fence();
-		wgm_rs64_f16<1>(o[i % 4], a[(FIRST + i) % REG_SLOTS],
+		wgm_rs64_f16<1>(o[i % 4], f.a[i % REG_SLOTS],
 				wgm_desc_at(r.p, i / 4 * (2048 / 16)), 1);
 		wgm_commit();
-		if (KEYS && i >= REG_AHEAD) /* nothing else is under way */
-			wgm_wait<REG_AHEAD>();
-		else if (!KEYS)
+		wgm_wait<REG_AHEAD>();
+		if (j < 16)
+			reg_value_cvt(f.w[t + 1 & 1], j % 4, f.a[j % REG_SLOTS]);
+		else
+			reg_value_cvt(f.w[0], j % 4, f.a[j % REG_SLOTS]);
+		if (j % 4 == 3 && t < 2)
+			reg_value_group(r, stage, t + 2, f.w[t + 1 & 1]);
+		else if (j % 4 == 3)
+			reg_value_group(r, next, 3 - t, f.w[t + 1 & 1]);
+	}
+}
+
+/* ... of the page that it scored itself. The scores of stage @next follow. Meanwhile ls is added up. */
+KVK_DEV void reg_values_own(const struct reg_lane &r, uint32_t stage, uint32_t next,
+			    struct reg_feed &f, float (&ls)[16], struct reg_state &st)
+{
+#pragma unroll
+	for (int i = 0; i < 16; i++) {
+		const int j = i + REG_AHEAD, t = j / 4;
+
+		wgm_fence();
+		wgm_rs64_f16<1>(st.o[i % 4], f.a[i % REG_SLOTS],
+				wgm_desc_at(r.p, i / 4 * (2048 / 16)), 1);
+		wgm_commit();
+		if (i >= REG_AHEAD)
 			wgm_wait<REG_AHEAD>();
 		if (j < 16)
-			reg_value_cvt(w, j % 4, a[(FIRST + j) % REG_SLOTS]);
-		else if (KEYS)
-			reg_key_cvt(w, j % 4, a[(FIRST + j) % REG_SLOTS]);
-		if (j % 4 == 3 && j / 4 < 3)
-			reg_value_group(r, stage, j / 4 + 1, w);
-		else if (j % 4 == 3 && KEYS)
-			reg_score_group(r, next, j / 4 - 3, w);
+			reg_value_cvt(f.w[t & 1], j % 4, f.a[j % REG_SLOTS]);
+		else
+			reg_key_cvt(f.w[0], j % 4, f.a[j % REG_SLOTS]);
+		if (j % 4 == 3 && t < 2)
+			reg_value_group(r, stage, t + 2, f.w[t & 1]);
+		else if (j % 4 == 3)
+			reg_score_group(r, next, t - 2, f.w[t & 1]);
+		if (i == 3)
+			reg_halve_send<8>(ls);
+		else if (i == 6)
+			reg_halve_add<8>(ls);
+		else if (i == 7)
+			reg_halve_send<4>(ls);
+		else if (i == 10)
+			reg_halve_add<4>(ls);
+		else if (i == 11)
+			reg_halve_send<2>(ls);
 	}
+	reg_halve_add<2>(ls);
+	st.l[0] += ls[0];
+	st.l[1] += ls[1];
 }
 
 KVK_DEV void reg_arrive(uint64_t *bar)
@@ -411,9 +457,9 @@ KVK_DEV void reg_arrive(uint64_t *bar)
 		mbar_arrive(bar);
 }
 
-/* Values of page @seq, which the other warpgroup scored; slots as in reg_values(). */
-KVK_DEV void reg_values_other(const struct reg_lane &r, uint32_t seq, uint32_t (*a)[4],
-			      uint32_t (&w)[8], struct reg_state &st, struct reg_smem *sm)
+/* The products are done with P; this is where raised references take effect. */
+KVK_DEV void reg_other(const struct reg_lane &r, uint32_t seq, uint32_t next,
+		       struct reg_feed &f, struct reg_state &st, struct reg_smem *sm)
 {
 	const uint32_t stage = seq % reg_cfg::STAGES;
 
@@ -423,11 +469,8 @@ KVK_DEV void reg_values_other(const struct reg_lane &r, uint32_t seq, uint32_t (
 		reg_keep(st.o);
 		reg_shrink(sm, st);
 	}
-	reg_values<false, REG_OTHER>(r, stage, stage, a, w, st.o);
+	reg_values_other(r, stage, next, f, st.o);
 	reg_arrive(&sm->empty[stage]);
-	wgm_wait<0>();
-	reg_keep(st.o);
-	reg_arrive(&sm->p_empty);
 }
 
 /* ----------------------------------------------------------------------------- segments
@@ -439,40 +482,42 @@ KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, ui
 {
 	const struct reg_lane r = reg_lane_init(sm, own);
 	const uint32_t end = seq + nr;
-	uint32_t a[REG_SLOTS][4], w[8];
 	uint32_t at = seq + own;
 	/* tokens from page @at on, at most */
 	int32_t left = (int32_t)(g.len - (g.page0 + own) * TOKENS);
-	bool first = !own;
+	struct reg_feed f;
 
 	if (at < end) {
-		const uint32_t stage = at % reg_cfg::STAGES;
-
-		mbar_wait(&sm->full[stage], at / reg_cfg::STAGES & 1);
-		reg_score_start(r, stage, a, w);
+		mbar_wait(&sm->full[at % reg_cfg::STAGES], at / reg_cfg::STAGES & 1);
+		reg_score_start(r, at % reg_cfg::STAGES, f);
 	}
 	for (; at < end; at += 2, left -= 2 * TOKENS) {
 		const uint32_t stage = at % reg_cfg::STAGES;
 		const uint32_t next = (at + 2) % reg_cfg::STAGES;
-		struct reg_tokens t = reg_scales(p, left, sm->rope[stage]);
-		float s[32];
+		struct reg_tokens t;
+		float s[32], ls[16];
+		float2 m[8];
 
-		reg_scores(r, stage, (at - 1) % reg_cfg::STAGES, t.ratio, a, w, s);
-		if (!first)
-			reg_values_other(r, at - 1, a, w, st, sm);
-		first = false;
-		wgm_wait<0>();
-		wgm_keep<32>(s);
-		t = reg_scales(p, left, sm->rope[stage]);
-		if (left < (int32_t)(TOKENS + g.q_len - 1))
-			reg_mask(p, g, left, s);
 		if (left < (int32_t)TOKENS)
 			reg_tail(sm, stage, left);
-		reg_softmax(sm, s, t, st, at);
+		reg_scores(p, r, left, stage, (at - 1) % reg_cfg::STAGES, sm, f, s);
+		t = reg_scales(p, left, sm, stage);
+		if (at != seq)
+			reg_other(r, at - 1, stage, f, st, sm);
+		else
+			reg_value_start<0>(r, stage, f);
+		reg_references(sm, m);
+		wgm_wait<0>();
+		reg_keep(st.o);
+		wgm_keep<32>(s);
+		if (at != seq)
+			reg_arrive(&sm->p_empty);
+		if (left < (int32_t)(TOKENS + g.q_len - 1))
+			reg_mask(p, g, left, s);
+		reg_softmax(sm, s, t, st, at, m, ls);
 		if (at + 2 < end)
 			mbar_wait(&sm->full[next], (at + 2) / reg_cfg::STAGES & 1);
-		reg_value_start<REG_MINE>(r, stage, a, w);
-		reg_values<true, REG_MINE>(r, stage, next, a, w, st.o);
+		reg_values_own(r, stage, next, f, ls, st);
 		reg_arrive(&sm->empty[stage]);
 		wgm_wait<0>();
 		reg_keep(st.o);
@@ -481,8 +526,11 @@ KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, ui
 	if (nr && (nr - 1 & 1) != own) {
 		if (left < (int32_t)(2 * TOKENS)) /* its owner has cleared the tail */
 			mbar_wait(&sm->p_full, end - 1 & 1);
-		reg_value_start<REG_OTHER>(r, (end - 1) % reg_cfg::STAGES, a, w);
-		reg_values_other(r, end - 1, a, w, st, sm);
+		reg_value_start<1>(r, (end - 1) % reg_cfg::STAGES, f);
+		reg_other(r, end - 1, (end - 1) % reg_cfg::STAGES, f, st, sm);
+		wgm_wait<0>();
+		reg_keep(st.o);
+		reg_arrive(&sm->p_empty);
 	}
 }
 
@@ -499,18 +547,26 @@ KVK_DEV void reg_skip(uint32_t nr, uint32_t seq, struct reg_smem *sm)
 	}
 }
 
-/* Eight neighbouring values of an output row. */
-KVK_DEV void reg_store8(const struct attn_params &p, size_t at, const float *x)
+/*
+ * Eight neighbouring f32 values of a lane to @to: lanes g and g ^ 1 exchange halves, so that each
+ * store fills whole sectors of 32 bytes.
+ */
+KVK_DEV void reg_store_f32(float *to, const float *x, bool in)
 {
-	if (p.act_f32) {
-		float4 *to = (float4 *)((float *)p.out + at);
+	const bool odd = threadIdx.x & 4;
+	float y[4];
 
-		to[0] = make_float4(x[0], x[1], x[2], x[3]);
-		to[1] = make_float4(x[4], x[5], x[6], x[7]);
+#pragma unroll
+	for (int k = 0; k < 4; k++)
+		y[k] = __shfl_xor_sync(~0u, odd ? x[k] : x[4 + k], 4);
+	if (!in)
+		return;
+	if (odd) {
+		*(float4 *)(to - 4) = make_float4(y[0], y[1], y[2], y[3]);
+		*(float4 *)(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
 	} else {
-		*(uint4 *)((__nv_bfloat16 *)p.out + at) =
-			make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),
-				   pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+		*(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
+		*(float4 *)(to + 8) = make_float4(y[0], y[1], y[2], y[3]);
 	}
 }
 
@@ -527,23 +583,26 @@ KVK_DEV void reg_write(const struct attn_params &p, const struct plan_seg &s,
 #pragma unroll
 	for (int i = 0; i < 16; i++) {
 		const uint32_t row = i / 2 * 8 + 2 * (lane & 3) + (i & 1);
+		const bool in = row < rows;
 		float l = ml[row].y, x[8];
 
-		if (row >= rows)
-			continue;
 		l = slot ? 1.f : l > 0.f ? 1.f / l : l;
 #pragma unroll
 		for (int k = 0; k < 8; k++)
 			x[k] = st.o[k / 2][i / 2 * 4 + 2 * (k & 1) + (i & 1)] * l;
-		if (slot) {
-			float4 *to = (float4 *)(slot + slot_o_off(rows) +
-						(size_t)row * LATENT + dim);
-
-			to[0] = make_float4(x[0], x[1], x[2], x[3]);
-			to[1] = make_float4(x[4], x[5], x[6], x[7]);
-		} else {
-			reg_store8(p, mla_row_elem(p, s, REG_ROWS, row) + dim, x);
-		}
+		if (slot)
+			reg_store_f32(slot + slot_o_off(rows) + (size_t)row * LATENT +
+					      dim,
+				      x, in);
+		else if (p.act_f32)
+			reg_store_f32((float *)p.out + mla_row_elem(p, s, REG_ROWS, row) +
+					      dim,
+				      x, in);
+		else if (in)
+			*(uint4 *)((__nv_bfloat16 *)p.out +
+				   mla_row_elem(p, s, REG_ROWS, row) + dim) =
+				make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),
+					   pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
 	}
 }
 
@@ -688,7 +747,7 @@ KVK_DEV void reg_produce(const struct reg_params &rp, const struct plan_cta &cta
 /* ------------------------------------------------------------------------------- kernel
  */
 
-KVK_DEV void reg_init(struct reg_smem *sm)
+KVK_DEV void reg_init(const struct attn_params &p, struct reg_smem *sm)
 {
 	if (threadIdx.x == 0) {
 		for (int i = 0; i < reg_cfg::STAGES; i++) {
@@ -700,6 +759,7 @@ KVK_DEV void reg_init(struct reg_smem *sm)
 		sm->pend[0].epoch = sm->pend[0].last = 0;
 		sm->pend[1].epoch = sm->pend[1].last = 0;
 		sm->segs_in = sm->segs_done = 0;
+		sm->fixed = p.scales ? p.scales[0] : 1.f;
 		mbar_init_fence();
 	}
 	if (threadIdx.x < REG_ROWS)
@@ -711,9 +771,12 @@ __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 	attn_mla_reg_kernel(const __grid_constant__ struct reg_params p)
 {
 	extern __shared__ __align__(1024) uint8_t smem_raw[];
-	struct reg_smem *sm = (struct reg_smem *)smem_raw;
+	/* a constant, so that addresses and descriptors are */
+	struct reg_smem *sm = (struct reg_smem *)__cvta_shared_to_generic(REG_AT);
 
-	reg_init(sm);
+	if (smem_addr(smem_raw) != REG_AT)
+		__trap();
+	reg_init(p.a, sm);
 	plan_enter(p.a);
 	if (threadIdx.x >= reg_cfg::NR_WARPS * 32) {
 		regs_dec<reg_cfg::REGS_FEED>();

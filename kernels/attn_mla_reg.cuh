@@ -16,6 +16,7 @@
 #define REG_NONE \
 	-1e30f	     /* reference before the first page; finite, as -inf - -inf is not */
 #define REG_OWN	   2 /* + warpgroup: its barrier */
+#define REG_AT	   1024 /* where dynamic shared memory starts; checked */
 #define REG_ROPE   (TOKENS * ROPE)
 #define REG_SCALES (TOKENS * 4)
 
@@ -48,6 +49,7 @@ struct reg_smem {
 	uint64_t p_full;
 	uint64_t p_empty;
 	uint32_t raised; /* with this P */
+	float fixed;	 /* latent scale of pages without scales */
 	uint32_t segs_in;
 	uint32_t segs_done;
 	uint32_t flag;
@@ -56,56 +58,73 @@ struct reg_smem {
 /* ------------------------------------------------------------------------------ queries
  */
 
-/* Eight neighbouring values of a row (or zeros) as f16. */
-KVK_DEV void reg_q_read(const struct attn_params &p, size_t at, bool in, uint32_t *v)
+/* Eight neighbouring values of a row as bf16. */
+template <bool F32> KVK_DEV uint4 reg_q_read(const void *q, size_t at)
 {
-	float2 x[4] = {};
+	float4 x, y;
 
-	if (in && !p.act_f32) {
-		uint4 b = *(const uint4 *)((const __nv_bfloat16 *)p.q + at);
+	if (!F32)
+		return *(const uint4 *)((const __nv_bfloat16 *)q + at);
+	x = *(const float4 *)((const float *)q + at);
+	y = *(const float4 *)((const float *)q + at + 4);
+	return make_uint4(pack_bf16(x.x, x.y), pack_bf16(x.z, x.w), pack_bf16(y.x, y.y),
+			  pack_bf16(y.z, y.w));
+}
 
-		x[0] = unpack_bf16(b.x);
-		x[1] = unpack_bf16(b.y);
-		x[2] = unpack_bf16(b.z);
-		x[3] = unpack_bf16(b.w);
-	} else if (in) {
-		for (int k = 0; k < 4; k++)
-			x[k] = unpack_bf16(
-				pack_bf16(((const float *)p.q)[at + 2 * k],
-					  ((const float *)p.q)[at + 2 * k + 1]));
-	}
-#pragma unroll
-	for (int k = 0; k < 4; k++)
-		v[k] = pack_f16(x[k].x, x[k].y);
+KVK_DEV uint32_t reg_q_f16(uint32_t two)
+{
+	const float2 v = unpack_bf16(two);
+
+	return pack_f16(v.x, v.y);
 }
 
 /*
  * The block's queries to shared memory, by all consumers; the last ones are done with. Columns
  * are in the order in which lanes hold the bytes of a key (ks_dim()). Lanes take rows and
- * dims so that their words go to 32 different banks.
+ * dims so that their words go to 32 different banks; all loads are on their way at once.
  */
+template <bool F32>
+KVK_DEV void reg_copy_q(const struct attn_params &p, const struct plan_seg &s,
+			struct reg_smem *sm)
+{
+	constexpr int NR = 9 * 16 / reg_cfg::NR_WARPS; /* of a warp: 4 rows, 64 dims */
+	const uint32_t rows = s.q_len * p.nr_q_heads, first = s.hblk * REG_ROWS;
+	const uint32_t lane = threadIdx.x & 31, pair = lane & 1, c = lane >> 1 & 3;
+	const uint32_t w = threadIdx.x / 32;
+	uint4 v[NR];
+
+#pragma unroll
+	for (int i = 0; i < NR; i++) {
+		const uint32_t row = (i % 2 * 8 + w) * 4 + lane / 8;
+		const uint32_t dim = ks_dim<true>(i / 2 * 4, (int)c) + pair * 8;
+
+		v[i] = make_uint4(0, 0, 0, 0);
+		if (first + row < rows)
+			v[i] = reg_q_read<F32>(p.q, ((size_t)s.q0 * p.nr_q_heads + first +
+						     row) * (LATENT + ROPE) +
+							    dim);
+	}
+#pragma unroll
+	for (int i = 0; i < NR; i++) {
+		const uint32_t row = (i % 2 * 8 + w) * 4 + lane / 8;
+		const uint32_t two[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+
+#pragma unroll
+		for (uint32_t k = 0; k < 4; k++)
+			*(uint32_t *)(sm->q[i / 2] + row * 128 +
+				      ((pair * 4 + k) ^ (row & 7)) * 16 + c * 4) =
+				reg_q_f16(two[k]);
+	}
+}
+
 KVK_DEV void reg_load_q(const struct attn_params &p, const struct plan_seg &s,
 			struct reg_smem *sm)
 {
-	const uint32_t rows = s.q_len * p.nr_q_heads, first = s.hblk * REG_ROWS;
-	const uint32_t lane = threadIdx.x & 31, pair = lane & 1, c = lane >> 1 & 3;
-
 	grid_wait();
-#pragma unroll 6
-	for (uint32_t i = threadIdx.x / 32; i < 9 * 16; i += 8) {
-		const uint32_t row = i % 16 * 4 + lane / 8, u = i / 16;
-		const uint32_t dim = ks_dim<true>((int)(u * 4), (int)c) + pair * 8;
-		uint32_t v[4];
-
-		reg_q_read(p,
-			   ((size_t)s.q0 * p.nr_q_heads + first + row) * (LATENT + ROPE) +
-				   dim,
-			   first + row < rows, v);
-#pragma unroll
-		for (uint32_t k = 0; k < 4; k++)
-			*(uint32_t *)(sm->q[u] + row * 128 +
-				      ((pair * 4 + k) ^ (row & 7)) * 16 + c * 4) = v[k];
-	}
+	if (p.act_f32)
+		reg_copy_q<true>(p, s, sm);
+	else
+		reg_copy_q<false>(p, s, sm);
 	fence_proxy_async();
 	bar_sync(BAR_ALL, 256);
 }
@@ -116,12 +135,16 @@ KVK_DEV void reg_load_q(const struct attn_params &p, const struct plan_seg &s,
 /*
  * A operands are made one product at a time, REG_AHEAD products ahead, in slots of a ring: when
  * a product is issued, the one that far before it is waited for and its slot filled again. Bytes
- * come from shared memory in groups of four products, 8 words a lane.
+ * come from shared memory in groups of four products, 8 words a lane, two groups ahead.
  */
-#ifndef REG_AHEAD
-#define REG_AHEAD 3
-#endif
+#define REG_AHEAD 2
 #define REG_SLOTS (2 * REG_AHEAD)
+
+/* What a thread has of the products to come. */
+struct reg_feed {
+	uint32_t a[REG_SLOTS][4];
+	uint32_t w[2][8];
+};
 
 /* Keys, four k-steps: 16 bytes of rows g and g + 8, @next bytes apart. */
 KVK_DEV void reg_key_read(uint32_t at, uint32_t next, uint32_t (&w)[8])
