@@ -182,7 +182,7 @@ int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 	if (s.unit_rows == 64 && fp8)
 		return mla_reg_launch(&p, s.nr_ctas, st);
 	if (s.unit_rows == 64)
-		return mla_tile_launch(&p, fp8, s.nr_ctas, st);
+		return mla_tile_launch(&p, s.nr_ctas, st);
 	if (s.unit_rows == 8)
 		return fp8 ? launch<1, true>(&p, s.nr_ctas, st)
 			   : launch<1, false>(&p, s.nr_ctas, st);

@@ -1,25 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * attn_mla_tile.cu - MLA decode for 17 to 64 query rows a CTA (64 heads; 128 heads and drafts
- * are cut into blocks of 64), FP8 and BF16 pages, on wgmma.
+ * attn_mla_tile.cu - MLA decode on BF16 pages for 17 to 64 query rows a CTA (64 heads; 128 heads
+ * and drafts are cut into blocks of 64), on wgmma. FP8: attn_mla_reg.cu.
  *
  * Budget for a page (64 tokens) and 64 rows, in clocks of an SM:
  *
- * - matrix: 64 x 64 x (576 + 512) x 2 flops at 4,096 a clock: 2,176; BF16 with P in two parts
- *   3,200
+ * - memory: 73,728 bytes at 18.6: 3,960
  *
- * - memory at 18.6 bytes: 37,120 bytes of FP8 2,000; 73,728 of BF16 3,960
+ * - matrix: 64 x 64 x (576 + 512) x 2 flops at 4,096 a clock: 2,176; with P in two parts 3,200
  *
  * - shared memory at 128 bytes: 72 KB of tile in, 72 KB of it and 72 KB of Q for the scores, 64
  *   KB for the values, 16 KB of P: 2,370
  *
- * - conversion of FP8: 36,864 values at 96: 384
- *
- * So FP8 is a matter of the matrix units and of shared memory, BF16 of memory.
- *
- * Structure. Two tiles of 64 tokens by 576 dims of 16 bits lie in shared memory as wgmma
- * wants them (blocks of 64 dims, 128-byte swizzle). Four warps fill them: FP8 by plain loads,
- * conversion and stores, so that a value is converted once; BF16 by asynchronous copies. Two
+ * Structure. Two tiles of 64 tokens by 576 dims lie in shared memory as wgmma wants them
+ * (blocks of 64 dims, 128-byte swizzle). Four warps fill them by asynchronous copies. Two
  * warpgroups use them: each makes the scores and the softmax of every other page and sums the
  * values of all pages for its half of the latent dims. They run half a period apart, so one's
  * matrix work covers the other's softmax. P goes to the other one from lane to lane, as it
@@ -27,19 +21,13 @@
  * reference m of the exponents (an integer in log2 units). P may exceed it by 2^8, so after the
  * first pages hardly any row changes its reference and no sum is rescaled.
  *
- * A tile comes free in parts: rope and scales when the other warpgroup has P (so the scores
- * are done), each half of the latent dims when its warpgroup has added it up.
+ * A tile comes free in parts: rope when the other warpgroup has P (so the scores are done),
+ * each half of the latent dims when its warpgroup has added it up.
  *
- * The latent scale of a token multiplies its score and its probability, relative to the
- * largest scale so far (a power of two); the rope is converted in units of the latent scale.
+ * P in one part of 8 bits is off by 9e-4, with a bf16 output 1.9e-3 to 2.0e-3 in all; two parts
+ * are exact enough for 1e-3. KVK_ATTN_FAST takes one.
  *
- * BF16: P in one part of 8 bits is off by 9e-4, with a bf16 output 1.9e-3 to 2.0e-3 in all;
- * two parts are exact enough for 1e-3. KVK_ATTN_FAST takes one.
- *
- * Measured: FP8 5,600 clocks a page. The converting warps are the wall: the fence that hands a
- * part of a tile to wgmma waits for their loads on their way as well (three times a page),
- * so the latency of the L2 is not hidden. BF16: 3,900 clocks with P in one part (91 % of the
- * memory's rate), 4,900 in two. docs/performance-attn.md says what is next.
+ * Measured: 3,900 clocks a page with P in one part (91 % of the memory's rate), 4,900 in two.
  */
 #include "kernels/attn_mla_tile_feed.cuh"
 
@@ -51,13 +39,12 @@ struct tile_state {
 	float o[128]; /* o[4 i + 2 h + e]: dim 8 i + 2 c + e of row g + 8 h */
 	float m[2];   /* reference of the exponents */
 	float l[2];   /* this lane's share, of the pages this warpgroup scored */
-	float unit;   /* log2 of the unit of o beside m */
 };
 
-/* Go over to reference @m and unit @unit. */
-KVK_DEV void tile_rescale(struct tile_state &st, const float *m, float unit)
+/* Go over to reference @m. */
+KVK_DEV void tile_rescale(struct tile_state &st, const float *m)
 {
-	const bool same = m[0] == st.m[0] && m[1] == st.m[1] && unit == st.unit;
+	const bool same = m[0] == st.m[0] && m[1] == st.m[1];
 	float f[2];
 
 	if (__all_sync(~0u, same))
@@ -66,68 +53,58 @@ KVK_DEV void tile_rescale(struct tile_state &st, const float *m, float unit)
 	for (int h = 0; h < 2; h++) {
 		float mu = m[h] == -INFINITY ? 0.f : m[h];
 
-		st.l[h] *= exp2_fast(st.m[h] - mu);
-		f[h] = exp2_fast(st.m[h] + st.unit - mu - unit);
+		f[h] = exp2_fast(st.m[h] - mu);
+		st.l[h] *= f[h];
 		st.m[h] = m[h];
 	}
-	st.unit = unit;
 #pragma unroll
 	for (int i = 0; i < 128; i++)
 		st.o[i] *= f[i / 2 & 1];
 }
 
 /* BF16: the copies were made by ordinary stores of other threads. */
-template <bool FP8> KVK_DEV void tile_wait(uint64_t *full, uint32_t phase)
+KVK_DEV void tile_wait(uint64_t *full, uint32_t phase)
 {
 	mbar_wait(full, phase);
-	if (!FP8)
-		fence_proxy_async();
+	fence_proxy_async();
 }
 
 /* Scores of 64 rows and 64 tokens. */
-template <bool FP8>
 KVK_DEV void tile_scores(uint32_t q, uint32_t tile, uint64_t *full, uint32_t phase,
 			 float *s)
 {
 	const uint64_t dq = wg_desc(q), dk = wg_desc(tile);
 
-	tile_wait<FP8>(&full[PART_ROPE], phase);
+	tile_wait(&full[PART_ROPE], phase);
 	wg_fence();
 #pragma unroll
 	for (int k = 32; k < 36; k++)
-		wgmma_scores<!FP8>(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
-				   dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, k > 32);
-	tile_wait<FP8>(&full[PART_LEFT], phase);
+		wgmma_scores(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
+			     dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, k > 32);
+	tile_wait(&full[PART_LEFT], phase);
 #pragma unroll
 	for (int k = 0; k < 16; k++)
-		wgmma_scores<!FP8>(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
-				   dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, 1);
-	tile_wait<FP8>(&full[PART_RIGHT], phase);
+		wgmma_scores(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
+			     dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, 1);
+	tile_wait(&full[PART_RIGHT], phase);
 #pragma unroll
 	for (int k = 16; k < 32; k++)
-		wgmma_scores<!FP8>(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
-				   dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, 1);
+		wgmma_scores(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
+			     dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, 1);
 	wg_commit();
 	wg_wait<0>();
 	wg_keep<32>(s);
 }
 
-/* Scores times scales, masked; mx: the largest of rows g, g + 8. */
-template <bool FP8>
+/* Scores times the scale, masked; mx: the largest of rows g, g + 8. */
 KVK_DEV void tile_scale(const struct attn_params &p, const struct plan_seg &g,
-			int32_t valid, const float *ks, float *s, float *mx)
+			int32_t valid, float *s, float *mx)
 {
 	const int lane = threadIdx.x & 31, c = lane % 4, w = threadIdx.x / 32 % 4;
 
 #pragma unroll
-	for (int j = 0; j < 8; j++) {
-		float2 k = FP8 ? *(const float2 *)&ks[8 * j + 2 * c]
-			       : make_float2(p.scale, p.scale);
-
-#pragma unroll
-		for (int e = 0; e < 4; e++)
-			s[4 * j + e] *= e & 1 ? k.y : k.x;
-	}
+	for (int i = 0; i < 32; i++)
+		s[i] *= p.scale;
 	if (valid - (int32_t)g.q_len + 1 < (int32_t)TOKENS) {
 #pragma unroll
 		for (int h = 0; h < 2; h++) {
@@ -153,17 +130,11 @@ KVK_DEV void tile_scale(const struct attn_params &p, const struct plan_seg &g,
 }
 
 /* Probabilities of 32 tokens as A operands of two k-steps, and the rows' sums. */
-template <bool FP8, int PLANES>
-KVK_DEV void tile_probs(const float *m, const float *vs, float *s, float *l, int half,
-			uint32_t (*a)[4][4])
+template <int PLANES>
+KVK_DEV void tile_probs(const float *m, float *s, float *l, int half, uint32_t (*a)[4][4])
 {
-	const int c = threadIdx.x & 3;
-
 #pragma unroll
 	for (int j = 4 * half; j < 4 * half + 4; j++) {
-		float2 v =
-			FP8 ? *(const float2 *)&vs[8 * j + 2 * c] : make_float2(1.f, 1.f);
-
 #pragma unroll
 		for (int h = 0; h < 2; h++) {
 			const float mu = m[h] == -INFINITY ? 0.f : m[h];
@@ -172,7 +143,7 @@ KVK_DEV void tile_probs(const float *m, const float *vs, float *s, float *l, int
 			uint32_t *to = &a[0][j / 2][2 * (j & 1) + h];
 
 			l[h] += x + y;
-			*to = FP8 ? pack_f16(x * v.x, y * v.y) : pack_bf16(x, y);
+			*to = pack_bf16(x, y);
 			if (PLANES == 2) {
 				float2 hi = unpack_bf16(*to);
 
@@ -184,7 +155,7 @@ KVK_DEV void tile_probs(const float *m, const float *vs, float *s, float *l, int
 }
 
 /* o += P V of k-steps @t0 .. @t1 - 1; @v: first block of this warpgroup's half of the dims */
-template <bool FP8, int PLANES>
+template <int PLANES>
 KVK_DEV void tile_values(uint32_t v, uint32_t (*a)[4][4], int t0, int t1, float *o)
 {
 	const uint64_t dv = wg_desc(v);
@@ -194,7 +165,7 @@ KVK_DEV void tile_values(uint32_t v, uint32_t (*a)[4][4], int t0, int t1, float 
 	for (int t = t0; t < t1; t++)
 #pragma unroll
 		for (int k = 0; k < PLANES; k++)
-			wgmma_values<!FP8>(o, a[k][t], dv + t * (2048 / 16));
+			wgmma_values(o, a[k][t], dv + t * (2048 / 16));
 	wg_commit();
 }
 
@@ -211,7 +182,7 @@ KVK_DEV uint4 *tile_px(struct tile_smem *sm, uint32_t buf, int w, int plane)
 }
 
 /* A page whose scores are this warpgroup's. */
-template <bool FP8, int PLANES>
+template <int PLANES>
 KVK_DEV void tile_own(const struct attn_params &p, const struct plan_seg &g,
 		      int32_t valid, uint32_t seq, struct tile_state &st,
 		      struct tile_smem *sm)
@@ -222,12 +193,12 @@ KVK_DEV void tile_own(const struct attn_params &p, const struct plan_seg &g,
 	uint32_t a[PLANES][4][4];
 	float s[32], mx[2], m[2];
 
-	tile_scores<FP8>(smem_addr(sm->q), tile, sm->full[buf], phase, s);
-	tile_scale<FP8>(p, g, valid, sm->ks[buf], s, mx);
+	tile_scores(smem_addr(sm->q), tile, sm->full[buf], phase, s);
+	tile_scale(p, g, valid, s, mx);
 #pragma unroll
 	for (int h = 0; h < 2; h++)
 		m[h] = mx[h] > st.m[h] + TILE_SLACK ? ceilf(mx[h]) : st.m[h];
-	tile_rescale(st, m, FP8 ? sm->unit[buf] : 0.f);
+	tile_rescale(st, m);
 	if (lane % 4 == 0) {
 		sm->mx[16 * w + lane / 4] = st.m[0];
 		sm->mx[16 * w + lane / 4 + 8] = st.m[1];
@@ -237,7 +208,7 @@ KVK_DEV void tile_own(const struct attn_params &p, const struct plan_seg &g,
 #pragma unroll
 	for (int half = 0; half < 2;
 	     half++) { /* exponents beside the values before them */
-		tile_probs<FP8, PLANES>(st.m, sm->vs[buf], s, st.l, half, a);
+		tile_probs<PLANES>(st.m, s, st.l, half, a);
 #pragma unroll
 		for (int i = 0; i < 2 * PLANES; i++) {
 			const uint32_t *v = a[i / 2][2 * half + i % 2];
@@ -250,8 +221,8 @@ KVK_DEV void tile_own(const struct attn_params &p, const struct plan_seg &g,
 			if (lane == 0)
 				mbar_arrive(&sm->p_full[buf][w]);
 		}
-		tile_values<FP8, PLANES>(tile + 4 * buf * TILE_BLOCK, a, 2 * half,
-					 2 * half + 2, st.o);
+		tile_values<PLANES>(tile + 4 * buf * TILE_BLOCK, a, 2 * half,
+				    2 * half + 2, st.o);
 	}
 	tile_values_end(st.o);
 	__syncwarp();
@@ -260,14 +231,14 @@ KVK_DEV void tile_own(const struct attn_params &p, const struct plan_seg &g,
 }
 
 /* A page that the other warpgroup scores. */
-template <bool FP8, int PLANES>
+template <int PLANES>
 KVK_DEV void tile_other(uint32_t seq, struct tile_state &st, struct tile_smem *sm)
 {
 	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 % 4;
 	const uint32_t buf = seq & 1, phase = seq >> 1 & 1, half = buf ^ 1;
 	const uint32_t tile = smem_addr(sm->tile[buf]);
 	uint32_t a[PLANES][4][4];
-	float m[2], unit;
+	float m[2];
 
 	mbar_wait(&sm->p_full[buf][w], phase);
 #pragma unroll
@@ -282,13 +253,12 @@ KVK_DEV void tile_other(uint32_t seq, struct tile_state &st, struct tile_smem *s
 	}
 	m[0] = sm->mx[16 * w + lane / 4];
 	m[1] = sm->mx[16 * w + lane / 4 + 8];
-	unit = FP8 ? sm->unit[buf] : 0.f;
 	__syncwarp();
 	if (lane == 0)
 		mbar_arrive(&sm->empty[buf][PART_ROPE]);
-	tile_rescale(st, m, unit);
-	tile_wait<FP8>(&sm->full[buf][PART_LEFT + half], phase);
-	tile_values<FP8, PLANES>(tile + 4 * half * TILE_BLOCK, a, 0, 4, st.o);
+	tile_rescale(st, m);
+	tile_wait(&sm->full[buf][PART_LEFT + half], phase);
+	tile_values<PLANES>(tile + 4 * half * TILE_BLOCK, a, 0, 4, st.o);
 	tile_values_end(st.o);
 	__syncwarp();
 	if (lane == 0)
@@ -317,13 +287,12 @@ KVK_DEV void tile_write(const struct attn_params &p, const struct plan_seg &s,
 {
 	const int lane = threadIdx.x & 31, wg = threadIdx.x / 128, c = lane % 4;
 	float *slot = s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(s, s.part)) : NULL;
-	const float unit = exp2_fast(st.unit) * (p.scales ? p.scales[0] : 1.f);
 
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
 		const uint32_t row = threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * h;
 		const float l = sm->lsum[0][row] + sm->lsum[1][row];
-		const float f = slot ? unit : l > 0.f ? unit / l : l;
+		const float f = slot ? 1.f : l > 0.f ? 1.f / l : l;
 		size_t off;
 
 		if (row >= rows)
@@ -376,7 +345,7 @@ KVK_DEV void tile_end(const struct attn_params &p, const struct mla_seg &g,
 		plan_arrive(p, g.s, g.s.nr_parts * 8, &sm->pend[g.s.part == 0]);
 }
 
-template <bool FP8, int PLANES>
+template <int PLANES>
 KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 			  struct tile_smem *sm)
 {
@@ -395,7 +364,7 @@ KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 		if (threadIdx.x % 32 == 0)
 			atoms_add_release(&sm->segs_done, 1);
 		st.m[0] = st.m[1] = -INFINITY;
-		tile_load_q<FP8>(p, g.s, sm);
+		tile_load_q(p, g.s, sm);
 		nr = __shfl_sync(~0u, g.nr_pieces, 0);
 		for (uint32_t n = 0; n < nr; n++, seq++) {
 			int32_t valid = (int32_t)(g.s.len - (g.s.page0 + n) * TOKENS);
@@ -403,9 +372,9 @@ KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 			if (p.flags & KVK_ATTN_LOADS)
 				tile_skip(seq, wg, sm);
 			else if ((seq & 1) == wg)
-				tile_own<FP8, PLANES>(p, g.s, valid, seq, st, sm);
+				tile_own<PLANES>(p, g.s, valid, seq, st, sm);
 			else
-				tile_other<FP8, PLANES>(seq, st, sm);
+				tile_other<PLANES>(seq, st, sm);
 		}
 		tile_end(p, g, st, sm);
 	}
@@ -428,11 +397,11 @@ KVK_DEV void tile_finish(const struct attn_params &p, struct tile_smem *sm)
 	}
 }
 
-template <bool FP8, int PLANES>
+template <int PLANES>
 __global__ void __launch_bounds__(384, 1)
 	attn_mla_tile_kernel(const __grid_constant__ struct attn_params p)
 {
-	using C = tile_cfg<FP8, PLANES>;
+	using C = tile_cfg<PLANES>;
 	extern __shared__ __align__(1024) uint8_t smem_raw[];
 	struct tile_smem *sm = (struct tile_smem *)smem_raw;
 
@@ -453,50 +422,43 @@ __global__ void __launch_bounds__(384, 1)
 	plan_enter(p);
 	if (threadIdx.x >= 256) {
 		regs_dec<C::REGS_FEED>();
-		if (FP8)
-			feed_fp8(p, p.mem.ctas[blockIdx.x], *p.step, sm);
-		else
-			feed_bf16(p, p.mem.ctas[blockIdx.x], *p.step, sm);
+		feed_bf16(p, p.mem.ctas[blockIdx.x], *p.step, sm);
 	} else {
 		regs_inc<C::REGS_USE>();
-		tile_consume<FP8, PLANES>(p, p.mem.ctas[blockIdx.x].count, sm);
+		tile_consume<PLANES>(p, p.mem.ctas[blockIdx.x].count, sm);
 		tile_finish(p, sm);
 	}
 }
 
-template <bool FP8, int PLANES>
+template <int PLANES>
 static int launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream)
 {
 	cudaLaunchAttribute attr = {};
 	cudaLaunchConfig_t cfg = {};
 
 	static_assert(sizeof(struct tile_smem) <= 227 * 1024, "too much shared memory");
-	if (cudaFuncSetAttribute(attn_mla_tile_kernel<FP8, PLANES>,
+	if (cudaFuncSetAttribute(attn_mla_tile_kernel<PLANES>,
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 (int)sizeof(struct tile_smem)) != cudaSuccess)
 		return -EIO;
 	attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
 	attr.val.programmaticStreamSerializationAllowed = 1;
 	cfg.gridDim = dim3(nr_ctas);
-	cfg.blockDim = dim3(tile_cfg<FP8, PLANES>::NR_THREADS);
+	cfg.blockDim = dim3(tile_cfg<PLANES>::NR_THREADS);
 	cfg.dynamicSmemBytes = sizeof(struct tile_smem);
 	cfg.stream = stream;
 	cfg.attrs = &attr;
 	cfg.numAttrs = 1;
-	return cudaLaunchKernelEx(&cfg, attn_mla_tile_kernel<FP8, PLANES>, *p) ==
-			       cudaSuccess
+	return cudaLaunchKernelEx(&cfg, attn_mla_tile_kernel<PLANES>, *p) == cudaSuccess
 		       ? 0
 		       : -EIO;
 }
 
-int mla_tile_launch(const struct attn_params *p, bool fp8, uint32_t nr_ctas,
-		    cudaStream_t stream)
+int mla_tile_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream)
 {
 	struct attn_params k = *p;
 
-	if (fp8)
-		return launch<true, 1>(&k, nr_ctas, stream);
 	k.flight = p->flags >> 16 & 15; /* two tiles are enough on their way */
-	return p->flags & KVK_ATTN_FAST ? launch<false, 1>(&k, nr_ctas, stream)
-					: launch<false, 2>(&k, nr_ctas, stream);
+	return p->flags & KVK_ATTN_FAST ? launch<1>(&k, nr_ctas, stream)
+					: launch<2>(&k, nr_ctas, stream);
 }

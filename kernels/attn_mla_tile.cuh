@@ -16,25 +16,23 @@
 #define BAR_OWN	    2	/* + warpgroup */
 
 /* Parts of a tile: each has barriers of its own. */
-#define PART_ROPE   0 /* block 8, the scales and the unit */
+#define PART_ROPE   0 /* block 8 */
 #define PART_LEFT   1 /* blocks 0 .. 3: the first warpgroup's values */
 #define PART_RIGHT  2 /* blocks 4 .. 7: the second one's */
 #define NR_PARTS    3
 
 /* PLANES: P in one or two parts of 16 bits. */
-template <bool FP8, int PLANES> struct tile_cfg {
-	static constexpr int ES = FP8 ? 1 : 2;
+template <int PLANES> struct tile_cfg {
+	static constexpr int ES = 2;
 	static constexpr int RB = LATENT * ES;
 	static constexpr int RR = ROPE * ES;
 	static constexpr int ROPE_OFF = TOKENS * RB;
-	static constexpr int SCALE_OFF = TOKENS * (RB + RR);
 	static constexpr int NR_USE = 8;  /* consumer warps */
 	static constexpr int NR_FEED = 4; /* warps that fill the tiles */
 	static constexpr int NR_THREADS = (NR_USE + NR_FEED) * 32;
-	static constexpr int REGS_USE = FP8 ? 200 : 208;
-	static constexpr int REGS_FEED = FP8 ? 104 : 88;
-	/* FP8: a warp's lane 0 arrives; BF16: the copies of every thread do */
-	static constexpr int FULL_COUNT = FP8 ? NR_FEED : NR_FEED * 32;
+	static constexpr int REGS_USE = 208;
+	static constexpr int REGS_FEED = 88;
+	static constexpr int FULL_COUNT = NR_FEED * 32; /* every thread's copies */
 };
 
 /* Aligned to 1,024 bytes: q and tile are read by wgmma with the 128-byte swizzle. */
@@ -42,11 +40,8 @@ struct tile_smem {
 	uint8_t q[TILE_BLOCKS][TILE_BLOCK];	  /* [64 dims][row][dim] */
 	uint8_t tile[2][TILE_BLOCKS][TILE_BLOCK]; /* [64 dims][token][dim] */
 	uint4 px[4][4][32];			  /* P on its way: [warp][k-step][lane] */
-	float ks[2][TOKENS];			  /* a token's factor of the scores */
-	float vs[2][TOKENS];			  /* ... of the probabilities, <= 1 */
 	float mx[TILE_ROWS];			  /* reference that goes with px */
 	float lsum[2][TILE_ROWS];		  /* at a segment's end */
-	float unit[2];				  /* log2 of what vs is in units of */
 	struct mla_seg segs[TILE_SEGS];
 	struct plan_pending pend[2];
 	uint64_t full[2][NR_PARTS];
@@ -97,46 +92,33 @@ KVK_DEV uint64_t wg_desc(uint32_t addr)
 #define WG_D16(i) WG_D4(i), WG_D4(i + 4), WG_D4(i + 8), WG_D4(i + 12)
 #define WG_D64(i) WG_D16(i), WG_D16(i + 16), WG_D16(i + 32), WG_D16(i + 48)
 
-#define WG_SCORES(type)                                                               \
-	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                         \
-		 "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " "      \
-		 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"            \
-		 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, " \
-		 "%32, %33, p, 1, 1, 0, 0;\n}"                                        \
-		 : WG_D16(0), WG_D16(16)                                              \
-		 : "l"(a), "l"(b), "r"(use_d))
-
 /* d[64][64] = (use_d ? d : 0) + a[64][16] b[64][16]^T, both in shared memory */
-template <bool BF16>
 KVK_DEV void wgmma_scores(float *d, uint64_t a, uint64_t b, int use_d)
 {
-	if (BF16)
-		WG_SCORES("bf16");
-	else
-		WG_SCORES("f16");
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+		 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+		 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+		 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+		 "%32, %33, p, 1, 1, 0, 0;\n}"
+		 : WG_D16(0), WG_D16(16)
+		 : "l"(a), "l"(b), "r"(use_d));
 }
 
-#define WG_VALUES(type)                                                                  \
-	SM90_ASM("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " "        \
-		 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"               \
-		 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"      \
-		 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"      \
-		 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"      \
-		 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"      \
-		 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"      \
-		 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,"    \
-		 "%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,"     \
-		 "%123,%124,%125,%126,%127}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;\n" \
-		 : WG_D64(0), WG_D64(64)                                                 \
-		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-
 /* d[64][256] += a[64][16] b[16][256]; rows of b's memory are k */
-template <bool BF16> KVK_DEV void wgmma_values(float *d, const uint32_t *a, uint64_t b)
+KVK_DEV void wgmma_values(float *d, const uint32_t *a, uint64_t b)
 {
-	if (BF16)
-		WG_VALUES("bf16");
-	else
-		WG_VALUES("f16");
+	SM90_ASM("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+		 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+		 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+		 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+		 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
+		 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+		 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
+		 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,"
+		 "%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,"
+		 "%123,%124,%125,%126,%127}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;\n"
+		 : WG_D64(0), WG_D64(64)
+		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 /* ------------------------------------------------------------------------------ queries
@@ -154,7 +136,6 @@ KVK_DEV void tile_q_f32(const float *q, uint32_t *v)
 }
 
 /* The block's queries to shared memory, by all consumers; the last ones are done with. */
-template <bool FP8>
 KVK_DEV void tile_load_q(const struct attn_params &p, const struct plan_seg &s,
 			 struct tile_smem *sm)
 {
@@ -179,12 +160,6 @@ KVK_DEV void tile_load_q(const struct attn_params &p, const struct plan_seg &s,
 			v[3] = x.w;
 		} else if (first + row < rows) {
 			tile_q_f32((const float *)p.q + d, v);
-		}
-#pragma unroll
-		for (int k = 0; k < 4 && FP8; k++) {
-			float2 x = unpack_bf16(v[k]);
-
-			v[k] = pack_f16(x.x, x.y);
 		}
 		*(uint4 *)(sm->q[at / 8] + row * 128 + ((at ^ row) & 7) * 16) =
 			make_uint4(v[0], v[1], v[2], v[3]);

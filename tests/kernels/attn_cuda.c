@@ -36,6 +36,9 @@ static void *to_device(struct world *w, int i, const void *src, size_t bytes)
 	return w->d[i];
 }
 
+/* Not 0: tokens grow by this, and some are zeros. */
+static float ramp;
+
 /* Append random values of all tokens through the host reference, layer by layer. */
 static void fill_pages(struct world *w, const u32 *lengths, u32 nr)
 {
@@ -52,6 +55,10 @@ static void fill_pages(struct world *w, const u32 *lengths, u32 nr)
 
 		src[i] = malloc((n + 1) * sizeof(float));
 		kvt_rng_fill(&w->g, src[i], n, i ? 0.6f : 1.5f);
+		for (size_t t = 0; ramp && t < w->f.batch.nr_tokens; t++)
+			for (u32 d = 0; d < dims[i]; d++)
+				src[i][t * dims[i] + d] *=
+					t % 7 == 3 + (size_t)i ? 0.f : ramp * (float)t;
 	}
 	a.pages = w->f.pages;
 	a.batch = w->f.batch;
@@ -286,6 +293,29 @@ KVT_TEST_T(long_requests_are_split_and_merged, 120)
 	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 1);
 	check_long(&l, 8);
 	check_long(&l, 64);
+}
+
+/* Scores and scales grow along the context by far more than the slack of a reference. */
+KVT_TEST_T(references_rise_along_the_context, 120)
+{
+	static const u32 lengths[] = {1000, 333, 64}, q[] = {1, 2, 1};
+	struct kv_layout l[3] = {
+		kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1),
+		kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1),
+		kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 1, 128)};
+	static const u32 heads[3] = {64, 8, 12};
+
+	ramp = 0.01f;
+	for (u32 i = 0; i < 3; i++) {
+		struct world w;
+
+		world_init(&w, &l[i], heads[i], PAGES_MIXED, lengths, q, 3);
+		run_device(&w, 0, false);
+		run_host(&w, heads[i], 0);
+		expect_close(&w, "growing heads/kind", heads[i], l[i].kind, 2e-3);
+		world_fini(&w);
+	}
+	ramp = 0.f;
 }
 
 static void check_reruns(const struct kv_layout *l, u32 heads)
