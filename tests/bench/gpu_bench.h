@@ -17,10 +17,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KVB_REPLAYS  15
-#define KVB_ROTATE   (640ull << 20) /* bytes that the calls of a graph touch at least */
-#define KVB_ROWS_MAX 512
-#define KVB_NAME_MAX 48
+#define KVB_REPLAYS	   15
+#define KVB_ROTATE	   (640ull << 20) /* bytes that the calls of a graph touch at least */
+#define KVB_ROWS_MAX	   512
+#define KVB_NAME_MAX	   48
+/* Read ceiling of the card that the stored targets are for, bytes per second. */
+#define KVB_TARGET_CEILING 4.66e12
 
 /**
  * struct kvb_row - one measured line
@@ -30,7 +32,8 @@
  * @bytes: useful bytes of a call; 0 = no byte floor
  * @flops: useful floating-point operations; 0 = no arithmetic floor
  * @err: |out - ref| / |ref| against float64; < 0 = not checked in this run
- * @floor_us, @peer_us, @ours_us: stored figures (targets); 0 = none
+ * @floor_us, @peer_us, @ours_us: stored figures (targets); 0 = none. A line is judged by
+ *	ours_us * KVB_TARGET_CEILING over the run's own ceiling, never by less than ours_us
  */
 struct kvb_row {
 	char family[16];
