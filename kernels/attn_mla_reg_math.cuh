@@ -151,7 +151,7 @@ KVK_DEV void reg_scores(const struct attn_params &p, const struct reg_lane &r,
 		const int j = i + REG_AHEAD, u = j / 4;
 
 		wgm_fence();
-		wgm_rs64_f16<0>(
+		wgm_rs<64, 0, true>(
 			s, f.a[i % REG_SLOTS],
 			wgm_desc_at(r.q, (i + 32) / 4 % 9 * (REG_BLOCK / 16) + i % 4 * 2),
 			i > 0);
@@ -372,8 +372,8 @@ KVK_DEV void reg_values_other(const struct reg_lane &r, uint32_t stage, uint32_t
 		const int j = i + REG_AHEAD, t = j / 4;
 
 		wgm_fence();
-		wgm_rs64_f16<1>(o[i % 4], f.a[i % REG_SLOTS],
-				wgm_desc_at(r.p, i / 4 * (2048 / 16)), 1);
+		wgm_rs<64, 1, true>(o[i % 4], f.a[i % REG_SLOTS],
+				    wgm_desc_at(r.p, i / 4 * (2048 / 16)), 1);
 		wgm_commit();
 		wgm_wait<REG_AHEAD>();
 		if (j < 16)
@@ -396,8 +396,8 @@ KVK_DEV void reg_values_own(const struct reg_lane &r, uint32_t stage, uint32_t n
 		const int j = i + REG_AHEAD, t = j / 4;
 
 		wgm_fence();
-		wgm_rs64_f16<1>(st.o[i % 4], f.a[i % REG_SLOTS],
-				wgm_desc_at(r.p, i / 4 * (2048 / 16)), 1);
+		wgm_rs<64, 1, true>(st.o[i % 4], f.a[i % REG_SLOTS],
+				    wgm_desc_at(r.p, i / 4 * (2048 / 16)), 1);
 		wgm_commit();
 		if (i >= REG_AHEAD)
 			wgm_wait<REG_AHEAD>();

@@ -167,18 +167,6 @@ WGM_DEV void wgm_rs(float (&d)[N / 2], const uint32_t *a, uint64_t b, int use_d)
 		WGM_RS_256("bf16");
 }
 
-/* d[64][64] = (use_d ? d : 0) + a[64][16] b[16][64], f16; TRANS: b is MN-major */
-template <int TRANS>
-WGM_DEV void wgm_rs64_f16(float (&d)[32], const uint32_t *a, uint64_t b, int use_d)
-{
-	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-		 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" WGM_R32
-		 "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;\n}"
-		 : WGM_F32(d)
-		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d),
-		   "n"(TRANS));
-}
-
 /* ----------------------------------------------------------------------- tensor copies
  */
 
