@@ -233,7 +233,7 @@ KVT_TEST(hopper_int4_wide)
 
 	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 9, 4, 0, false,
 				     false},
-		   all, 4);
+		   all, KV_ARRAY_SIZE(all));
 	moe_tokens(
 		(struct moe_case){KVK_INT4, 384, 256, 64, KVK_F16, 7, 3, 0, false, false},
 		some, 2);
