@@ -109,6 +109,21 @@ static struct plain_layout plain_layout_make(const struct kvk_moe_args *a)
 	return l;
 }
 
+/* Bytes that are enough for this many tokens and for any fewer: just below a chunk a slot
+ * needs more than in it. */
+static size_t plain_bytes(const struct kvk_moe_args *a)
+{
+	const size_t bytes = plain_layout_make(a).bytes;
+	struct kvk_moe_args fewer = *a;
+	size_t other;
+
+	if (!chunk_tile(a))
+		return bytes;
+	fewer.nr_tokens = (CHUNK_MEAN * a->experts.nr_experts - 1) / a->top_k;
+	other = plain_layout_make(&fewer).bytes;
+	return bytes > other ? bytes : other;
+}
+
 /* What a product reads: e4m3 codes, or T as it is */
 template <uint32_t DTYPE, typename T> struct plain_x {
 	using type = T;
@@ -380,7 +395,7 @@ static int plain_run(const struct kvk_moe_args *a, kvk_stream stream)
 	struct plain p = {};
 	int r;
 
-	if (a->workspace_bytes < l.bytes)
+	if (a->workspace_bytes < plain_bytes(a))
 		return -EINVAL;
 	plan.ids = a->ids;
 	plan.nr_slots = a->nr_tokens * a->top_k;
@@ -431,7 +446,7 @@ static int plain_check(const struct kvk_moe_args *a)
 
 size_t kvk_moe_plain_workspace(const struct kvk_moe_args *a)
 {
-	return plain_check(a) ? 0 : plain_layout_make(a).bytes;
+	return plain_check(a) ? 0 : plain_bytes(a);
 }
 
 size_t kvk_moe_workspace_cuda(const struct kvk_moe_args *a)

@@ -266,6 +266,32 @@ KVT_TEST(hopper_fp8_chunk)
 		more, 1);
 }
 
+/* An engine asks once, for its largest step. */
+KVT_TEST(hopper_workspace_for_many_is_enough_for_few)
+{
+	static const u32 dtypes[] = {KVK_INT4, KVK_E4M3};
+	struct kvk_moe_args a = {.experts = {.group = 32,
+					     .scale_dtype = KVK_BF16,
+					     .nr_experts = 24,
+					     .hidden = 384,
+					     .inter = 256},
+				 .top_k = 4,
+				 .act_dtype = KVK_BF16};
+
+	for (size_t d = 0; d < KV_ARRAY_SIZE(dtypes); d++) {
+		size_t before = 0;
+
+		a.experts.dtype = dtypes[d];
+		a.experts.order = d ? KVK_ORDER_STANDARD : KVK_ORDER_PACKED;
+		for (a.nr_tokens = 1; a.nr_tokens < 900; a.nr_tokens++) {
+			size_t bytes = kvk_moe_workspace_cuda(&a);
+
+			KVT_EXPECT(bytes >= before);
+			before = bytes;
+		}
+	}
+}
+
 /* Columns that are no whole blocks: without wgmma. */
 KVT_TEST(hopper_fp8_rows)
 {
