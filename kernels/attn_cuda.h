@@ -24,6 +24,7 @@ int kvk_append_cuda(const struct kvk_append_args *a, kvk_stream stream);
 int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream);
 int kvk_attn_gqa_cuda(const struct kvk_attn_args *a, kvk_stream stream);
 int kvk_attn_prefill_cuda(const struct kvk_attn_args *a, kvk_stream stream);
+bool kvk_attn_prefill_fast_cuda(const struct kvk_attn_args *a);
 int kvk_page_move_cuda(const struct kvk_move_args *a, kvk_stream stream);
 size_t kvk_attn_workspace_cuda(const struct kvk_attn_args *a);
 

@@ -157,6 +157,16 @@ static int pf_paged(const struct kvk_attn_args *a, cudaStream_t stream)
 }
 
 /**
+ * kvk_attn_prefill_fast_cuda() - is a kernel on wgmma built for this layout and shape?
+ * Context: any thread; looks at the host side only.
+ * Return: false: attn_any takes it.
+ */
+bool kvk_attn_prefill_fast_cuda(const struct kvk_attn_args *a)
+{
+	return pf_fits(a) || pf_mla_fits(a);
+}
+
+/**
  * kvk_attn_prefill_cuda() - see struct kvk_attn_args; any q_len
  * Context: any thread; the verdicts were written earlier on the same stream.
  * Return: 0, -EINVAL for a shape that is not built, -EIO.

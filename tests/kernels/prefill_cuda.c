@@ -21,6 +21,32 @@ static void check(const struct kv_layout *l, u32 heads, const u32 *lengths,
 	world_fini(&w);
 }
 
+/* What kv-engine asks for, with every format of pages: nothing is left to attn_any. */
+KVT_TEST(models_prompts_take_the_fast_kernels)
+{
+	static const u32 heads[] = {8, 64, 96, 8}; /* K2 by 8 and whole, GLM, tiny-glm */
+	struct kvk_attn_args a = {.sm_scale = SCALE, .act_dtype = KVK_BF16};
+
+	a.q = a.out = a.pages.base = (void *)4096;
+	a.pages.scales = (const float *)4096;
+	for (u32 i = 0; i < 4; i++)
+		for (u32 kind = 0; kind < 3; kind++) {
+			u32 dtype = kind ? KV_DTYPE_E4M3 : KV_DTYPE_BF16;
+			struct kv_layout *l = &a.pages.layout;
+
+			*l = i < 2 ? kvt_layout_mla(dtype, kind, 5)
+				   : kvt_layout_gqa(dtype, kind, 5, i == 2 ? 8 : 2, 128);
+			a.pages.geometry.nr_pages = 10;
+			a.pages.geometry.stride_bytes = kv_page_stride(l);
+			a.pages.geometry.extent_bytes = 4 * kv_page_stride(l);
+			a.nr_q_heads = heads[i];
+			KVT_EXPECT(kvk_attn_prefill_fast_cuda(&a));
+			a.act_dtype = KVK_F32;
+			KVT_EXPECT(!kvk_attn_prefill_fast_cuda(&a));
+			a.act_dtype = KVK_BF16;
+		}
+}
+
 KVT_TEST_T(small_prompts_match_the_reference, 20)
 {
 	static const u32 lengths[] = {128, 64, 7, 129, 300};
