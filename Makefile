@@ -55,7 +55,8 @@ CONFIG_SDT := $(if $(wildcard /usr/include/sys/sdt.h /usr/include/*-linux-gnu/sy
 # gcc warns of more at -O0, where it knows less of sizes
 WARN := -Wall -Wextra -Werror $(if $(COV),-Wno-format-truncation) -Wshadow -Wstrict-prototypes -Wmissing-prototypes \
 	-Wno-unused-parameter -Wvla
-OPT := $(if $(DEBUG)$(COV),-O0,-O2)
+# At -O0 a header's static functions are there though nobody calls them; what they refer to is not
+OPT := $(if $(DEBUG)$(COV),-O0 -ffunction-sections,-O2)
 , := ,
 SANFLAGS := $(if $(SAN),-fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer) \
 	$(if $(FUZZ),-fsanitize=fuzzer-no-link)
@@ -63,7 +64,7 @@ CPPFLAGS := -D_GNU_SOURCE -I. -Iinclude $(if $(MUTANTS),-DKV_MUTANTS) \
 	$(if $(CONFIG_CUDA),-DCONFIG_CUDA -I$(CUDA_HOME)/include) $(if $(CONFIG_SDT),-DCONFIG_SDT) \
 	$(if $(SAN),-DKV_SANITIZED) $(if $(FUZZ),-DKV_FUZZ) $(if $(COV),-include tests/cov.h)
 CFLAGS := -std=gnu11 $(OPT) -g -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS)
-LDFLAGS := -pthread $(SANFLAGS) $(if $(COV),--coverage) -Wl,-z,relro,-z,now
+LDFLAGS := -pthread $(SANFLAGS) $(if $(COV),--coverage) $(if $(DEBUG)$(COV),-Wl$(,)--gc-sections) -Wl,-z,relro,-z,now
 NVFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-parameter \
 	-Werror all-warnings --expt-relaxed-constexpr -I. -Iinclude -DCONFIG_CUDA \
 	$(if $(MUTANTS),-DKV_MUTANTS) \
