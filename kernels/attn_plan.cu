@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(PLAN_THREADS)
 		if (c < nr_ctas)
 			write_segments(a, c, nr_ctas, total, hbs);
 		else if ((threadIdx.x & 31) == 0)
-			a.mem.ctas[c].count = 0;
+			a.mem.ctas[c].count = a.mem.ctas[c].hbs = 0;
 	}
 }
 

@@ -27,6 +27,7 @@
 #define MID_CHAINS  8u /* of linear.cu: its warps */
 #define MID_DEEP    3u
 #define MID_TOKENS  64u
+#define MID_FEW	    80u /* CTAs up to which the tokens are shared out as well */
 #define MID_ALONE   96u /* tiles of 64 rows from which a CTA takes one alone */
 
 struct mid_params {
@@ -109,14 +110,12 @@ KVK_DEV void cluster_barrier(void)
 KVK_DEV float4 cluster_get(const float4 *p, u32 rank)
 {
 	float4 v = make_float4(0, 0, 0, 0);
-	u32 at = 0;
 
-	SM90_ASM("mapa.shared::cluster.u32 %0, %1, %2;"
-		 : "=r"(at)
-		 : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank));
-	SM90_ASM("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+	SM90_ASM("{\n.reg .u32 at;\n"
+		 "mapa.shared::cluster.u32 at, %4, %5;\n"
+		 "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [at];\n}"
 		 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-		 : "r"(at)
+		 : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank)
 		 : "memory");
 	return v;
 }
@@ -147,26 +146,40 @@ KVK_DEV void mid_put4(const struct mid_params &p, u32 tok, u32 row, float4 v)
 	mid_put(p, tok + 1, row + 8, v.w);
 }
 
-/* The chains' shares in turn, then y; groups of four are shared out to the cluster's CTAs. */
+/* Token and row of the first of the four values that thread @t has of matrix instruction @i. */
+template <u32 NT> KVK_DEV u32 mid_token(u32 t, u32 i)
+{
+	return t / 128 * NT * 8 + i * 8 + t % 4 * 2;
+}
+
+KVK_DEV u32 mid_row(u32 t)
+{
+	return t / 32 % 4 * 16 + t % 32 / 4;
+}
+
+/*
+ * The chains' shares in turn, then y. Each CTA of the cluster adds up as many fours as any other:
+ * what comes from the others' shared memory is slow, and slower if it is all fetched by a few.
+ */
 template <u32 NT>
 KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[NT][4], u32 chain,
-			u32 tok, u32 row, float4 *red)
+			u32 token0, u32 row0, float4 *red)
 {
-#pragma unroll
-	for (u32 i = 0; i < NT; i++) {
-		const float(&v)[4] = acc[i];
+	const u32 share = NT * MID_THREADS / p.ctas;
 
-		red[i * MID_THREADS + threadIdx.x] = make_float4(v[0], v[1], v[2], v[3]);
-	}
+#pragma unroll
+	for (u32 i = 0; i < NT; i++)
+		red[i * MID_THREADS + threadIdx.x] =
+			make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
 	cluster_barrier();
-	for (u32 i = chain; i < NT; i += p.ctas) {
+	for (u32 at = chain * share + threadIdx.x; at < (chain + 1) * share;
+	     at += MID_THREADS) {
 		float4 part[MID_CHAINS], sum = make_float4(0, 0, 0, 0);
 
 #pragma unroll
 		for (u32 c = 0; c < MID_CHAINS; c++)
 			if (c < p.ctas)
-				part[c] = cluster_get(red + i * MID_THREADS + threadIdx.x,
-						      c);
+				part[c] = cluster_get(red + at, c);
 #pragma unroll
 		for (u32 c = 0; c < MID_CHAINS; c++) {
 			if (c >= p.ctas)
@@ -176,7 +189,8 @@ KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[NT][4], u
 			sum.z += part[c].z;
 			sum.w += part[c].w;
 		}
-		mid_put4(p, tok + i * 8, row, sum);
+		mid_put4(p, token0 + mid_token<NT>(at % MID_THREADS, at / MID_THREADS),
+			 row0 + mid_row(at % MID_THREADS), sum);
 	}
 	cluster_barrier(); /* nobody leaves while its memory is read */
 }
@@ -191,7 +205,8 @@ template <u32 NT> KVK_DEV void mid_chain_end(float (&total)[NT][4], float (&acc)
 	}
 }
 
-/* grid: (CTAs of a cluster x tiles of 64 rows, matrices); a warp has 16 rows, 8 NT tokens */
+/* grid: (CTAs of a cluster x tiles of 64 rows, matrices, runs of 16 NT tokens); a warp has 16
+ * rows and 8 NT tokens */
 template <u32 NT>
 __global__ void __launch_bounds__(MID_THREADS, 2)
 	linear_mid_kernel(const __grid_constant__ struct mid_params p)
@@ -203,9 +218,9 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 	const struct kvk_weight &w = p.a.w;
 	const u32 chain = blockIdx.x % p.ctas, row0 = blockIdx.x / p.ctas * MID_ROWS;
 	const u16 *w_src = (const u16 *)w.data + (u64)blockIdx.y * w.rows * w.cols;
-	const u16 *x_src = (const u16 *)p.a.x + blockIdx.y * p.x_batch;
-	const u32 tok = threadIdx.x / 128 * NT * 8 + threadIdx.x % 4 * 2;
-	const u32 row = row0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+	const u32 token0 = blockIdx.z * NT * 16, nr_tokens = p.a.nr_tokens - token0;
+	const u16 *x_src =
+		(const u16 *)p.a.x + blockIdx.y * p.x_batch + token0 * p.x_stride;
 	float acc[NT][4] = {}, total[NT][4] = {};
 	u32 at = 0, load = chain;
 
@@ -223,7 +238,7 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 	for (u32 i = 0; i < MID_DEEP - 1; i++) {
 		if (load < p.nr_blocks) {
 			mid_load<NT>(smem + i * slot + MID_W_BYTES, x_src, p.x_stride, 0,
-				     p.a.nr_tokens, load, w.cols);
+				     nr_tokens, load, w.cols);
 			load = mid_next(p, load);
 		}
 		tile_commit();
@@ -235,8 +250,8 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 		__syncthreads(); /* the block is here, and the one before is used up */
 		if (load < p.nr_blocks) {
 			mid_load<4>(to, w_src, w.cols, row0, w.rows, load, w.cols);
-			mid_load<NT>(to + MID_W_BYTES, x_src, p.x_stride, 0,
-				     p.a.nr_tokens, load, w.cols);
+			mid_load<NT>(to + MID_W_BYTES, x_src, p.x_stride, 0, nr_tokens,
+				     load, w.cols);
 			load = mid_next(p, load);
 		}
 		tile_commit();
@@ -248,14 +263,16 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 	tile_wait_all_but<0>();
 	if (p.ctas > 1) {
 		__syncthreads();
-		mid_reduce<NT>(p, total, chain, tok, row, (float4 *)smem);
+		mid_reduce<NT>(p, total, chain, token0, row0, (float4 *)smem);
 		return;
 	}
 #pragma unroll
 	for (u32 i = 0; i < NT; i++) {
 		const float(&v)[4] = total[i];
 
-		mid_put4(p, tok + i * 8, row, make_float4(v[0], v[1], v[2], v[3]));
+		mid_put4(p, token0 + mid_token<NT>(threadIdx.x, i),
+			 row0 + mid_row(threadIdx.x),
+			 make_float4(v[0], v[1], v[2], v[3]));
 	}
 }
 
@@ -288,7 +305,8 @@ template <u32 NT> static int mid_launch(const struct mid_params *p, kvk_stream s
 	attr[1].id = cudaLaunchAttributeClusterDimension;
 	attr[1].val.clusterDim.x = p->ctas;
 	attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
-	cfg.gridDim = dim3(tiles * p->ctas, p->a.nr_batch);
+	cfg.gridDim = dim3(tiles * p->ctas, p->a.nr_batch,
+			   (p->a.nr_tokens + NT * 16 - 1) / (NT * 16));
 	cfg.blockDim = dim3(MID_THREADS);
 	cfg.dynamicSmemBytes = (size_t)bytes;
 	cfg.stream = (cudaStream_t)stream;
@@ -311,5 +329,8 @@ int kvk_linear_mid_cuda(const struct kvk_linear_args *a, kvk_stream stream)
 	p.ctas = 1;
 	while (tiles < MID_ALONE && p.ctas < KV_MIN(p.nr_blocks, MID_CHAINS))
 		p.ctas *= 2;
-	return a->nr_tokens <= 32 ? mid_launch<2>(&p, stream) : mid_launch<4>(&p, stream);
+	/* work for the other SMs: W's rows come from L2 a second time, for the other tokens */
+	if (a->nr_tokens <= 32 || tiles * p.ctas <= MID_FEW)
+		return mid_launch<2>(&p, stream);
+	return mid_launch<4>(&p, stream);
 }

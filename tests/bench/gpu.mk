@@ -76,13 +76,14 @@ GB_FILES := $(addprefix $(GB)/,$(GB_PROGS) tests/run tests/many tests/fake/libcu
 	tests/fake/libnvml.so)
 
 bundle: $(O)/kvmd-gpu.tar.xz
-$(O)/kvmd-gpu.tar.xz: $(GB_FILES) tests/bench/check.sh tests/bench/sanitize.sh tools/demo
+$(O)/kvmd-gpu.tar.xz: $(GB_FILES) tests/bench/check.sh tests/bench/sanitize.sh tools/demo tools/check-mutants tests/mutants.txt
 	$(Q)for t in $(GB_TESTS:$(O)/%=%); do mkdir -p $(GB)/$${t%/*} && ln -f $(GB)/tests/many $(GB)/$$t; done
 	$(Q)install -m 755 tests/bench/check.sh $(GB)/check
 	$(Q)install -m 755 tests/bench/sanitize.sh $(GB)/sanitize
 	$(Q)cp tests/bench/racecheck.known $(GB)/
 	$(Q)printf '%s\n' $(patsubst $(O)/%,%,$(GPU_TESTS)) >$(GB)/gpu-tests
-	$(Q)rm -rf $(GB)/lib && mkdir -p $(GB)/lib $(GB)/tools && cp tools/demo $(GB)/tools/
+	$(Q)rm -rf $(GB)/lib && mkdir -p $(GB)/lib $(GB)/tools && cp tools/demo tools/check-mutants $(GB)/tools/
+	$(Q)cp tests/mutants.txt $(GB)/tests/
 	$(Q)ldd $(GB)/kvmd $(GB)/kvmctl $(GB)/kv-engine $(GB)/tests/many | \
 		awk '$$3 ~ /^\// && $$1 !~ /^(libc|libm|libpthread|libdl|librt)\./ {print $$3}' | sort -u | \
 		xargs -r cp -L -t $(GB)/lib

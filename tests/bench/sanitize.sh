@@ -44,7 +44,7 @@ for tool in "$@"; do
 	wait
 done
 KVT_SANITIZER=short timeout 60 compute-sanitizer --tool memcheck tests/kernels/cuda_pages \
-	-f cuda_append_is_the_reference >sanitize.log/control 2>&1
+	-f cuda_tag_check_is_the_reference >sanitize.log/control 2>&1
 if grep -q 'Invalid __global__ write' sanitize.log/control; then
 	echo "control: a store past the end is seen"
 else

@@ -391,6 +391,7 @@ static void check_wrong(const struct kv_layout *l, u32 heads, u32 bad, enum wron
 {
 	struct world w;
 	size_t per, at;
+	bool used = false;
 
 	world_init(&w, l, heads, PAGES_MIXED, lengths_mixed, q_ones, NR_MIXED);
 	run_host(&w, heads, l->nr_layers - 1);
@@ -406,6 +407,11 @@ static void check_wrong(const struct kv_layout *l, u32 heads, u32 bad, enum wron
 		u32 nr_rows = w.f.batch.row_start[bad + 1] - w.f.batch.row_start[bad];
 
 		w.f.lengths[bad] = nr_rows * KV_PAGE_TOKENS + 1;
+		/* what is read for the row that is not there must not be NaN already */
+		for (u32 i = 0; i < w.f.batch.row_start[NR_MIXED] && !used; i++)
+			used = w.f.rows[i].pfn == 0;
+		if (!used)
+			memset(w.f.pages.base, 0, kv_page_bytes(l));
 	}
 	upload(&w, heads, l->nr_layers - 1);
 	run_device(&w, 0, false);

@@ -65,6 +65,17 @@ static inline void *gpu_alloc(size_t bytes)
 	return p;
 }
 
+/* What the host fills before a kernel reads it. */
+static inline void *gpu_room(size_t bytes)
+{
+	void *p = NULL;
+
+	CU(cudaMalloc(&p, bytes + gpu_canary_bytes() + !bytes));
+	if (gpu_canary_bytes())
+		CU(cudaMemset(p, 0xff, bytes + gpu_canary_bytes()));
+	return p;
+}
+
 static inline void gpu_put(void *dst, const void *src, size_t bytes)
 {
 	if (bytes)
@@ -137,12 +148,12 @@ static inline struct gpu_paged gpu_paged_make(const struct kvt_paged *f, u32 row
 	d.pages.base = gpu_copy(f->pages.base, f->bytes);
 	if (f->pages.scales)
 		d.pages.scales = gpu_copy(f->scales, sizeof(f->scales));
-	d.batch.rows = gpu_alloc(rows_max * sizeof(struct kv_row));
-	d.batch.row_start = gpu_alloc((nr + 1) * sizeof(u32));
-	d.batch.q_start = gpu_alloc((nr + 1) * sizeof(u32));
-	d.batch.lengths = gpu_alloc(nr * sizeof(u32));
-	d.batch.verdicts = gpu_alloc(nr * sizeof(struct kv_verdict));
-	d.batch.step = gpu_alloc(sizeof(u64));
+	d.batch.rows = gpu_room(rows_max * sizeof(struct kv_row));
+	d.batch.row_start = gpu_room((nr + 1) * sizeof(u32));
+	d.batch.q_start = gpu_room((nr + 1) * sizeof(u32));
+	d.batch.lengths = gpu_room(nr * sizeof(u32));
+	d.batch.verdicts = gpu_room(nr * sizeof(struct kv_verdict));
+	d.batch.step = gpu_room(sizeof(u64));
 	gpu_paged_update(&d, f);
 	return d;
 }

@@ -322,8 +322,10 @@ KVT_TEST(cuda_row_outside_the_pool_is_never_an_address)
 
 		KVT_EXPECT_EQ(gpu->page_move(&m, NULL), 0);
 		gpu_pages_equal(&d, &f, "page_move");
+		if (!gpu_poisoned())
+			continue; /* nobody has written to it */
 		buf = gpu_fetch(m.buf, kv_page_bytes(&l));
-		for (size_t at = 0; at < kv_page_bytes(&l) && gpu_poisoned(); at++)
+		for (size_t at = 0; at < kv_page_bytes(&l); at++)
 			KVT_EXPECT_EQ(buf[at], 0xff);
 	}
 }

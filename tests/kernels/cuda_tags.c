@@ -169,7 +169,8 @@ KVT_TEST(o40_words_change_under_the_check)
 	changed = transitions(v);
 	KVT_NOTE("%u of %u requests died between two of %u checks", changed, NR / 2,
 		 STEPS);
-	KVT_EXPECT(changed >= NR / 4); /* else nothing moved under them */
+	/* else nothing moved under them; a sanitizer runs one thing at a time */
+	KVT_EXPECT(changed >= NR / 4 || gpu_sanitizer(NULL));
 }
 #else
 #include "tests/kvt.h"
