@@ -159,12 +159,17 @@ KVK_DEV void few_reduce(const struct few_params &p, const float (&acc)[NT][4], u
 	for (u32 i = warp; i < FEW_WARPS / p.chains * 4 * NT; i += FEW_WARPS) {
 		const u32 f = i % (4 * NT), sub = i / (4 * NT);
 		const u32 tile = first + sub * step, batch = tile / p.row_tiles;
-		float sum = 0.0f;
+		float part[FEW_CHAINS], sum = 0.0f;
 
 		if (tile >= end)
 			continue;
-		for (u32 c = 0; c < p.chains; c++)
-			sum += red[sub * p.chains + c][f][lane];
+#pragma unroll
+		for (u32 c = 0; c < FEW_CHAINS; c++)
+			part[c] = c < p.chains ? red[sub * p.chains + c][f][lane] : 0.0f;
+#pragma unroll
+		for (u32 c = 0; c < FEW_CHAINS; c++)
+			if (c < p.chains)
+				sum += part[c];
 		few_put(p, batch, f / 4 * 8 + lane % 4 * 2 + f % 2,
 			(tile - batch * p.row_tiles) * 16 + lane / 4 + f % 4 / 2 * 8,
 			sum);

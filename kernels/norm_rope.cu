@@ -164,9 +164,10 @@ __global__ void __launch_bounds__(1024)
 	if (threadIdx.x % 32 == 0)
 		part[threadIdx.x / 32] = sum;
 	__syncthreads();
-	sum = 0.0f;
-	for (uint32_t i = 0; i < warps; i++)
-		sum += part[i];
+	/* by every warp: one after the other 28 loads would take 0.4 us */
+	sum = threadIdx.x % 32 < warps ? part[threadIdx.x % 32] : 0.0f;
+	for (int i = 16; i; i /= 2)
+		sum += __shfl_xor_sync(~0u, sum, i);
 	inv = 1.0f / sqrtf(sum / (float)a.cols + a.eps);
 #pragma unroll
 	for (uint32_t j = 0; j < N; j++) {
