@@ -99,27 +99,6 @@ template <u32 NT> KVK_DEV void mid_mma(const u8 *w, const u8 *x, float (&acc)[NT
 	}
 }
 
-KVK_DEV void cluster_barrier(void)
-{
-	SM90_ASM("barrier.cluster.arrive.release.aligned;\n"
-		 "barrier.cluster.wait.acquire.aligned;" ::
-			 : "memory");
-}
-
-/* Four floats of CTA @rank of the cluster, at this CTA's address @p. */
-KVK_DEV float4 cluster_get(const float4 *p, u32 rank)
-{
-	float4 v = make_float4(0, 0, 0, 0);
-
-	SM90_ASM("{\n.reg .u32 at;\n"
-		 "mapa.shared::cluster.u32 at, %4, %5;\n"
-		 "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [at];\n}"
-		 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-		 : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank)
-		 : "memory");
-	return v;
-}
-
 KVK_DEV void mid_put(const struct mid_params &p, u32 tok, u32 row, float v)
 {
 	const struct kvk_linear_args &a = p.a;
@@ -171,7 +150,7 @@ KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[NT][4], u
 	for (u32 i = 0; i < NT; i++)
 		red[i * MID_THREADS + threadIdx.x] =
 			make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
-	cluster_barrier();
+	tile_cluster_sync();
 	for (u32 at = chain * share + threadIdx.x; at < (chain + 1) * share;
 	     at += MID_THREADS) {
 		float4 part[MID_CHAINS], sum = make_float4(0, 0, 0, 0);
@@ -179,7 +158,7 @@ KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[NT][4], u
 #pragma unroll
 		for (u32 c = 0; c < MID_CHAINS; c++)
 			if (c < p.ctas)
-				part[c] = cluster_get(red + at, c);
+				part[c] = tile_cluster_get(red + at, c);
 #pragma unroll
 		for (u32 c = 0; c < MID_CHAINS; c++) {
 			if (c >= p.ctas)
@@ -192,7 +171,7 @@ KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[NT][4], u
 		mid_put4(p, token0 + mid_token<NT>(at % MID_THREADS, at / MID_THREADS),
 			 row0 + mid_row(at % MID_THREADS), sum);
 	}
-	cluster_barrier(); /* nobody leaves while its memory is read */
+	tile_cluster_sync(); /* nobody leaves while its memory is read */
 }
 
 /* total += acc, in the order of the chains */

@@ -63,6 +63,11 @@ static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w)
 	return {x, y, z, w};
 }
 
+static inline float4 make_float4(float x, float y, float z, float w)
+{
+	return {x, y, z, w};
+}
+
 static inline float2 make_float2(float x, float y)
 {
 	return {x, y};
@@ -79,14 +84,17 @@ struct hopper_index {
 extern hopper_index threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 
-/* A launch: all blocks of a small grid at once, else one after another. */
-void hopper_launch(dim3 grid, dim3 block, std::function<void()> thread);
+/* A launch: all blocks of a small grid at once, else one cluster of them after another. */
+void hopper_launch(dim3 grid, dim3 block, std::function<void()> thread,
+		   unsigned cluster = 1);
 void hopper_yield(void);
 void hopper_barrier(uint32_t id, uint32_t nr_threads);
 void hopper_arrive(uint32_t id, uint32_t nr_threads);
 void hopper_warp_barrier(void);
 uint64_t *hopper_lanes(void); /* the warp's exchange: 16 words a lane */
 uint8_t *hopper_shared(void); /* the block's shared memory, address 0 */
+void hopper_cluster_barrier(void);
+uint8_t *hopper_cluster_shared(uint32_t rank); /* of another block of the cluster */
 void *hopper_static(size_t bytes);
 
 template <class T> static inline T &hopper_static_as(void)
@@ -274,12 +282,18 @@ typedef struct hopper_stream *cudaStream_t;
 typedef enum cudaError { cudaSuccess = 0 } cudaError_t;
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+	cudaLaunchAttributeProgrammaticStreamSerialization,
+	cudaLaunchAttributeClusterDimension,
+};
 
 struct cudaLaunchAttribute {
 	enum cudaLaunchAttributeID id;
 	struct {
 		int programmaticStreamSerializationAllowed;
+		struct {
+			unsigned x, y, z;
+		} clusterDim;
 	} val;
 };
 
@@ -352,9 +366,14 @@ template <class A>
 static inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *c,
 					     void (*kernel)(A), const A &args)
 {
+	unsigned cluster = 1;
 	A copy = args;
 
-	hopper_launch(c->gridDim, c->blockDim, [=] { kernel(copy); });
+	for (unsigned i = 0; i < c->numAttrs; i++)
+		if (c->attrs[i].id == cudaLaunchAttributeClusterDimension)
+			cluster = c->attrs[i].val.clusterDim.x;
+	hopper_launch(
+		c->gridDim, c->blockDim, [=] { kernel(copy); }, cluster);
 	return cudaSuccess;
 }
 

@@ -3,7 +3,7 @@
  * machine.cc - runs kernels written for Hopper on the CPU, one thread at a time. x86-64.
  *
  * The blocks of a small grid run at the same time (a persistent kernel's blocks wait for each
- * other), those of a larger one one after another. Each thread is a fiber with a stack; it
+ * other), as do those of a cluster; those of a larger one one after another. Each thread is a fiber with a stack; it
  * runs until it ends or gives way: at a barrier of its block or warp, at an mbarrier, at a
  * flag in global memory. Fibers take turns from a place that differs from round to round.
  * Bulk copies complete after some rounds, in any order; products of a warpgroup when somebody
@@ -87,6 +87,10 @@ static const std::function<void()> *body;
 static std::vector<struct copy> copies;
 static std::vector<uint8_t *> stacks;
 static uint64_t random_state = 1, nr_events;
+static struct block
+	*together; /* the blocks that run now: a cluster, where there is one */
+static uint32_t nr_together;
+static struct barrier cluster_all;
 
 /* Keeps what a call keeps on the stack, leaves the stack in *@save and goes on with @load. */
 extern "C" void hopper_switch(void **save, void *load);
@@ -194,6 +198,17 @@ uint64_t *hopper_lanes(void)
 uint8_t *hopper_shared(void)
 {
 	return running->block->shared;
+}
+
+void hopper_cluster_barrier(void)
+{
+	barrier_wait(&cluster_all, nr_together * blockDim.x);
+}
+
+uint8_t *hopper_cluster_shared(uint32_t rank)
+{
+	HOPPER_CHECK(rank < nr_together);
+	return together[rank].shared;
 }
 
 /* All threads ask for the same variables in the same order. */
@@ -439,6 +454,9 @@ static void blocks_run(dim3 grid, uint32_t first, uint32_t nr, uint32_t nr_threa
 	std::vector<struct block> blocks(nr);
 	std::vector<struct fiber> fibers((size_t)nr * nr_threads);
 
+	together = blocks.data();
+	nr_together = nr;
+	cluster_all = {0, 0};
 	while (stacks.size() < fibers.size())
 		stacks.push_back((uint8_t *)aligned_alloc(4096, STACK_BYTES));
 	for (uint32_t i = 0; i < nr; i++) {
@@ -460,10 +478,12 @@ static void blocks_run(dim3 grid, uint32_t first, uint32_t nr, uint32_t nr_threa
 		free(b.shared);
 }
 
-void hopper_launch(dim3 grid, dim3 block, std::function<void()> thread)
+void hopper_launch(dim3 grid, dim3 block, std::function<void()> thread, unsigned cluster)
 {
 	const uint32_t nr = grid.x * grid.y * grid.z;
-	const uint32_t at_once = nr <= BLOCKS_AT_ONCE ? nr : 1;
+	const uint32_t at_once = nr <= BLOCKS_AT_ONCE && cluster == 1 ? nr : cluster;
+
+	HOPPER_CHECK(cluster && cluster <= 8 && grid.x % cluster == 0);
 
 	body = &thread;
 	gridDim = grid;

@@ -6,6 +6,7 @@
  */
 #include "tests/kvt.h"
 #include "kernels/linear_few.h"
+#include "kernels/linear_mid.h"
 #include "kernels/linear_tiled.h"
 #include "kernels/moe_cuda.h"
 #include "kernels/moe_pack.h"
@@ -342,6 +343,48 @@ KVT_TEST(hopper_linear_few_has_the_bits_of_tiles)
 	linear_once(5, 200, 2064, 1);
 	linear_once(16, 72, 256, 3);
 	linear_once(3, 33, 128, 2);
+}
+
+static void mid_once(u32 nr_tokens, u32 rows, u32 cols, u32 nr_batch)
+{
+	const u32 xb = cols + 8, yb = rows + 3, xs = nr_batch * xb + 16,
+		  ys = nr_batch * yb + 1;
+	struct kvt_matrix m =
+		kvt_matrix_make(&rng, KVK_BF16, nr_batch, rows, cols, 32, KVK_BF16);
+	size_t nw = (size_t)nr_batch * rows * cols, ny = (size_t)nr_tokens * ys;
+	float *mid = nan_new(4 * ny), *tiled = nan_new(4 * ny);
+	struct kvk_linear_args a = {.w = m.w,
+				    .x = bf16_new((size_t)nr_tokens * xs),
+				    .y = mid,
+				    .nr_tokens = nr_tokens,
+				    .x_stride = xs,
+				    .y_stride = ys,
+				    .x_dtype = KVK_BF16,
+				    .y_dtype = KVK_F32,
+				    .nr_batch = nr_batch,
+				    .x_batch = xb,
+				    .y_batch = yb};
+
+	a.w.data = memcpy(nan_new(2 * nw), m.data, 2 * nw);
+	KVT_EXPECT(kvk_linear_mid_ok(&a));
+	KVT_EXPECT_EQ(kvk_linear_mid_cuda(&a, NULL), 0);
+	a.y = tiled;
+	KVT_EXPECT_EQ(kvk_linear_tiled_cuda(&a, NULL), 0);
+	KVT_EXPECT(memcmp(mid, tiled, 4 * ny) == 0);
+	kvt_matrix_fini(&m);
+}
+
+/* A cluster of eight, of four, of two; a block alone; tokens shared out, and not. */
+KVT_TEST(hopper_linear_mid_has_the_bits_of_tiles)
+{
+	rng.state = kvt_rand64();
+	mid_once(50, 100, 1160, 1);
+	mid_once(20, 70, 1032, 2);
+	mid_once(64, 65, 264, 1);
+	mid_once(33, 40, 136, 1);
+	mid_once(40, 72, 120, 3);
+	mid_once(64, 64 * 11, 1160, 1);
+	mid_once(37, 64 * 97 - 5, 200, 1);
 }
 
 KVT_MAIN()

@@ -189,6 +189,16 @@ template <int N> static inline void tile_wait_all_but(void)
 {
 }
 
+static inline void tile_cluster_sync(void)
+{
+	hopper_cluster_barrier();
+}
+
+static inline float4 tile_cluster_get(const float4 *p, uint32_t rank)
+{
+	return *(const float4 *)(hopper_cluster_shared(rank) + ptx_smem(p));
+}
+
 template <class T> static inline T hopper_lds(uint32_t a)
 {
 	T v;
