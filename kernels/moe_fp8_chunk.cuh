@@ -9,8 +9,7 @@
  * are multiplied with (its own scale times the weights' block's), which a warp of its own
  * writes. Each of two warpgroups has 64 gate and 64 up rows, or 128 rows; it multiplies 64
  * rows after the other, with as many tokens as are there (rounded up), and adds a step's sums
- * to its own in f32: the tensor core's keep 14 bits only. They multiply in turn, and while
- * one multiplies the other adds.
+ * to its own in f32: the tensor core's keep 14 bits only. While one adds, the other multiplies.
  *
  * The first product rounds h to e4m3, a scale per token and 128 columns, which are
  * exactly a unit's: no float of h leaves the SM. The second one turns its results over in
@@ -19,7 +18,7 @@
  * Units are claimed in order from one counter by the copying warp of whichever CTA is free,
  * which so are near each other in time where they are near in memory.
  *
- * Named barriers: 1 both warpgroups, 2 and 3 their turns to multiply.
+ * Named barriers: 1 both warpgroups, 2 and 3 one of them.
  */
 #ifndef KVK_MOE_FP8_CHUNK_CUH
 #define KVK_MOE_FP8_CHUNK_CUH
@@ -40,8 +39,10 @@
 #define FC_BOX	     (128u * 128u)
 #define FC_PANEL     (MOE_CHUNK_TOKENS * 128u)
 #define FC_STAGE     (2u * FC_BOX + FC_PANEL)
-#define FC_TURN	     (32u * 512u) /* where results are turned over */
+#define FC_TURN	     (2u * 32u * 256u) /* where results are turned over */
 #define FC_DYNAMIC   (FC_STAGES * FC_STAGE + FC_TURN + 1024u)
+#define FC_LANE	     (MOE_CHUNK_TOKENS / 4u + 4u) /* banks of lanes differ */
+#define FC_EARLY     4 /* times 16 tokens whose factors are read early */
 #define FC_REGS_USE  216
 #define FC_REGS_FEED 72
 
@@ -62,7 +63,8 @@ struct fc_shared {
 	uint64_t full[FC_STAGES], empty[FC_STAGES];
 	uint64_t q_full[FC_QUEUE], q_empty[FC_QUEUE];
 	uint4 unit[FC_QUEUE]; /* tile, row block, 0; no tokens: the end */
-	float factor[FC_STAGES][2][MOE_CHUNK_TOKENS];
+	/* the tokens of a quad's lane t (8 i + 2 t, + 1) follow each other from FC_LANE t on */
+	alignas(16) float factor[FC_STAGES][2][4 * FC_LANE];
 	uint32_t amax[MOE_CHUNK_TOKENS];
 	uint4 quant[MOE_CHUNK_TOKENS]; /* struct kvk_quant */
 };
@@ -164,8 +166,11 @@ __device__ __forceinline__ void fc_factors(const struct fc_args &a, struct fc_sh
 			fc_wait_empty(sh, r);
 #pragma unroll
 			for (uint32_t i = 0; i < 4; i++) {
-				sh.factor[r.stage][0][lane + 32 * i] = x[j][i] * w[j][0];
-				sh.factor[r.stage][1][lane + 32 * i] = x[j][i] * w[j][1];
+				const uint32_t at = lane % 8 / 2 * FC_LANE +
+						    (lane / 8 + 4 * i) * 2 + lane % 2;
+
+				sh.factor[r.stage][0][at] = x[j][i] * w[j][0];
+				sh.factor[r.stage][1][at] = x[j][i] * w[j][1];
 			}
 			__syncwarp();
 			if (lane == 0)
@@ -179,21 +184,15 @@ __device__ __forceinline__ void fc_factors(const struct fc_args &a, struct fc_sh
 /* ------------------------------------------------------------------------------ products
  */
 
-/* acc += part * factor, for 64 rows */
-template <int N>
-__device__ __forceinline__ void fc_add(float (&acc)[N / 2], const float (&part)[N / 2],
-				       uint32_t factor)
+/* acc += part * factor, for 64 rows and 16 tokens */
+__device__ __forceinline__ void fc_add(float *acc, const float *part, const uint4 &f)
 {
-#pragma unroll
-	for (int i = 0; i < N / 8; i++) {
-		const uint2 f = ptx_lds64(factor + (i * 8 + threadIdx.x % 4 * 2) * 4);
-		const float f0 = __uint_as_float(f.x), f1 = __uint_as_float(f.y);
+	const float v[4] = {__uint_as_float(f.x), __uint_as_float(f.y),
+			    __uint_as_float(f.z), __uint_as_float(f.w)};
 
-		acc[4 * i] += part[4 * i] * f0;
-		acc[4 * i + 1] += part[4 * i + 1] * f1;
-		acc[4 * i + 2] += part[4 * i + 2] * f0;
-		acc[4 * i + 3] += part[4 * i + 3] * f1;
-	}
+#pragma unroll
+	for (int i = 0; i < 8; i++)
+		acc[i] += part[i] * v[i / 4 * 2 + i % 2];
 }
 
 /* All columns of a unit. @acc: [64 rows][fragment] */
@@ -201,6 +200,7 @@ template <int N, bool SECOND>
 __device__ __forceinline__ void fc_unit(float (&acc)[2][N / 2], struct fc_shared &sh,
 					uint32_t steps, struct fc_ring &r)
 {
+	constexpr int EARLY = N / 16 < FC_EARLY ? N / 16 : FC_EARLY;
 	const uint32_t wg = threadIdx.x / 128;
 
 #pragma unroll
@@ -216,22 +216,31 @@ __device__ __forceinline__ void fc_unit(float (&acc)[2][N / 2], struct fc_shared
 			const uint32_t box = SECOND ? wg : m, half = SECOND ? m : wg;
 			const uint64_t w =
 				wgm_desc(at + box * FC_BOX + half * (FC_BOX / 2));
+			const uint32_t factor = ptx_smem(sh.factor[r.stage][box]) +
+						threadIdx.x % 4 * FC_LANE * 4;
 			float part[N / 2];
+			uint4 f[EARLY];
 
-			ptx_bar_sync(2 + wg, FC_USERS);
 			wgm_fence();
 #pragma unroll
-			for (int kk = 0; kk < 4; kk++) {
+			for (int kk = 0; kk < 4; kk++)
 				moe_wgmma_e4m3<N>(part, wgm_desc_at(w, kk * 2),
 						  wgm_desc_at(b, kk * 2), kk);
-				if (kk >= 2)
-					wgm_commit();
-			}
-			wgm_wait<1>();
-			ptx_bar_arrive(3 - wg, FC_USERS);
+			wgm_commit();
+			/* the first factors come while the product runs: shared memory is
+			 * busy then, and the sums wait for nothing else */
+#pragma unroll
+			for (int i = 0; i < EARLY; i++)
+				f[i] = ptx_lds128(factor + i * 16);
 			wgm_wait<0>();
 			wgm_keep(part);
-			fc_add<N>(acc[m], part, ptx_smem(sh.factor[r.stage][box]));
+#pragma unroll
+			for (int i = 0; i < N / 16; i++) {
+				fc_add(&acc[m][8 * i], &part[8 * i], f[i % EARLY]);
+				if (i + EARLY < N / 16)
+					f[i % EARLY] =
+						ptx_lds128(factor + (i + EARLY) * 16);
+			}
 		}
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
@@ -242,6 +251,42 @@ __device__ __forceinline__ void fc_unit(float (&acc)[2][N / 2], struct fc_shared
 /* ------------------------------------------------------------------------------- results
  */
 
+/* One step of fc_amax(): a lane keeps half of 2 HALF tokens. The first token it keeps. */
+template <int HALF, int ALL>
+__device__ __forceinline__ uint32_t fc_halve(uint32_t (&top)[ALL], uint32_t lane_bit)
+{
+	const bool upper = threadIdx.x & lane_bit;
+
+#pragma unroll
+	for (int j = 0; j < HALF; j++) {
+		const uint32_t keep = upper ? top[j + HALF] : top[j];
+		const uint32_t give = upper ? top[j] : top[j + HALF];
+
+		top[j] = max(keep, __shfl_xor_sync(~0u, give, lane_bit));
+	}
+	return upper ? HALF : 0;
+}
+
+/* The largest of each token's 16 columns of a warp: eight lanes share a token, and at each
+ * of three steps a lane hands over half of the tokens it has. @top: of tokens i / 2 * 8 +
+ * 2 t + i % 2 */
+template <int N, int ALL>
+__device__ __forceinline__ void fc_amax(struct fc_shared &sh, uint32_t (&top)[ALL])
+{
+	uint32_t first = fc_halve<ALL / 2>(top, 4);
+
+	first += fc_halve<ALL / 4>(top, 8);
+	first += fc_halve<ALL / 8>(top, 16);
+#pragma unroll
+	for (uint32_t j = 0; j < ALL / 8; j++) {
+		const uint32_t i = first + j;
+
+		if (i < N / 4)
+			atomicMax(&sh.amax[i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2],
+				  top[j]);
+	}
+}
+
 /* h of the unit's 128 columns, its codes and scales. @turn: FC_TURN bytes */
 template <int N>
 __device__ __forceinline__ void fc_store_h(const struct fc_args &a, struct fc_shared &sh,
@@ -251,15 +296,13 @@ __device__ __forceinline__ void fc_store_h(const struct fc_args &a, struct fc_sh
 	const uint32_t n = tile.x >> 16, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 	/* warp w of a warpgroup has 16 of its 64 columns */
 	const uint32_t col = threadIdx.x / 128 * 64 + threadIdx.x % 128 / 32 * 16 + g;
+	uint32_t top[(N / 4 + 7) / 8 * 8] = {};
 	uint8_t *codes = a.c.h_codes + ((uint64_t)rb * a.c.nr_slots + tile.y) * 128u;
 
 #pragma unroll
 	for (uint32_t i = 0; i < N / 4; i++) {
-		const uint32_t f = i / 2 * 4 + i % 2, token = i / 2 * 8 + 2 * t + i % 2;
-		uint32_t top = 0;
+		const uint32_t f = i / 2 * 4 + i % 2;
 
-		if (i / 2 * 8 >= n)
-			continue;
 #pragma unroll
 		for (uint32_t j = f; j < f + 4; j += 2) {
 			const float gate = acc[0][j];
@@ -267,19 +310,14 @@ __device__ __forceinline__ void fc_store_h(const struct fc_args &a, struct fc_sh
 
 			acc[0][j] = __fdividef(gate, 1.0f + __expf(-gate)) * acc[1][j];
 			bits = __float_as_uint(acc[0][j]) & 0x7fffffffu;
-			top = max(top, bits > 0x7f800000u ? 0u : bits);
+			top[i] = max(top[i], bits > 0x7f800000u ? 0u : bits);
 		}
-#pragma unroll
-		for (int o = 4; o < 32; o *= 2)
-			top = max(top, __shfl_xor_sync(~0u, top, o));
-		if (g == 0)
-			atomicMax(&sh.amax[token], top);
 	}
+	fc_amax<N>(sh, top);
 	ptx_bar_sync(1, FC_USERS);
 	if (threadIdx.x < MOE_CHUNK_TOKENS) {
 		const float scale =
 			kvk_fp8_act_scale(__uint_as_float(sh.amax[threadIdx.x]));
-
 		const struct kvk_quant q = kvk_quant_make(scale);
 
 		sh.quant[threadIdx.x] = make_uint4(
@@ -312,26 +350,28 @@ __device__ __forceinline__ void fc_store_h(const struct fc_args &a, struct fc_sh
 	ptx_bar_sync(1, FC_USERS);
 }
 
-/* The slots that a warp stores: lane 4 c + i has that of token 32 c + 4 warp + i. */
+/* The slots that a warp stores: lane 8 c + i has that of token 32 c + 8 warp + i. */
 __device__ __forceinline__ uint32_t fc_slots(const struct fc_args &a, uint2 tile)
 {
 	const uint32_t lane = threadIdx.x % 32;
-	const uint32_t token = lane / 4 * 32 + threadIdx.x / 32 * 4 + lane % 4;
+	const uint32_t token = lane / 8 * 32 + threadIdx.x / 32 % 4 * 8 + lane % 8;
 
 	return token < tile.x >> 16 ? __ldcg(&a.c.list[tile.y + token]) : 0;
 }
 
-/* 32 tokens at a time: a token's 256 columns are 32 pieces of 16 bytes, piece c of token
- * i at c ^ (i & 7) */
+/* A warpgroup's 128 columns, 32 tokens at a time: a token has 16 pieces of 16 bytes, piece c
+ * of token i at c ^ (i & 7). The other warpgroup may be elsewhere. */
 template <int N>
 __device__ __forceinline__ void fc_store_out(const struct fc_args &a,
 					     const float (&acc)[2][N / 2], uint2 tile,
 					     uint32_t rb, uint32_t slots, uint8_t *turn)
 {
-	const uint32_t n = tile.x >> 16, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+	const uint32_t n = tile.x >> 16, lane = threadIdx.x % 32;
+	const uint32_t wg = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
+	const uint32_t col = rb * 256 + wg * 128 + lane % 16 * 8;
 	/* lane's row of an 8 x 8 matrix: token lane % 8 (+ 8), columns + 8 in odd ones */
 	const uint32_t token = lane / 16 * 8 + lane % 8;
-	const uint32_t at = ptx_smem(turn) + token * 512u;
+	uint8_t *mine = turn + wg * (FC_TURN / 2);
 
 #pragma unroll
 	for (uint32_t c = 0; c < (N + 31) / 32; c++) {
@@ -340,31 +380,30 @@ __device__ __forceinline__ void fc_store_out(const struct fc_args &a,
 #pragma unroll
 		for (uint32_t i = 0; i < 4; i++) {
 			const uint32_t m = i / 2, half = i % 2;
-			/* 16 columns of 256, as pieces of 8 */
-			const uint32_t piece =
-				warp / 4 * 16 + m * 8 + warp % 4 * 2 + lane / 8 % 2;
+			const uint32_t piece = m * 8 + warp * 2 + lane / 8 % 2;
 			const float *v = &acc[m][c * 16 + half * 8];
 
 			if (c * 32 + half * 16 >= N)
 				continue;
-
-			ptx_stmatrix_trans(at + half * 8192u + (piece ^ (token & 7)) * 16,
+			ptx_stmatrix_trans(ptx_smem(mine) + (half * 16 + token) * 256 +
+						   (piece ^ (token & 7)) * 16,
 					   ptx_bf16x2(v[0], v[1]), ptx_bf16x2(v[2], v[3]),
 					   ptx_bf16x2(v[4], v[5]),
 					   ptx_bf16x2(v[6], v[7]));
 		}
-		ptx_bar_sync(1, FC_USERS);
+		ptx_bar_sync(2 + wg, FC_USERS / 2);
 #pragma unroll
 		for (uint32_t i = 0; i < 4; i++) {
-			const uint32_t k = warp * 4 + i, col = rb * 256 + lane * 8;
-			const uint64_t slot = __shfl_sync(~0u, slots, c * 4 + i);
+			const uint32_t j = 2 * i + lane / 16, k = warp * 8 + j;
+			const uint64_t slot = __shfl_sync(~0u, slots, c * 8 + j);
 
 			if (c * 32 + k >= n || col >= a.c.hidden)
 				continue;
 			*(uint4 *)(a.c.out + slot * a.c.hidden + col) =
-				*(const uint4 *)(turn + k * 512u + (lane ^ (k & 7)) * 16);
+				*(const uint4 *)(mine + k * 256u +
+						 (lane % 16 ^ (k & 7)) * 16);
 		}
-		ptx_bar_sync(1, FC_USERS);
+		ptx_bar_sync(2 + wg, FC_USERS / 2);
 	}
 }
 
@@ -405,8 +444,6 @@ template <bool SECOND>
 __device__ __forceinline__ void fc_use(const struct fc_args &a, struct fc_shared &sh,
 				       struct fc_ring r, uint8_t *turn)
 {
-	if (threadIdx.x >= FC_USERS / 2)
-		ptx_bar_arrive(2, FC_USERS);
 	for (;;) {
 		const uint4 unit = fc_take(sh, r);
 		const uint2 tile = make_uint2(unit.x, unit.y);

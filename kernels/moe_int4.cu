@@ -21,7 +21,7 @@
  * of a wide split, whose second product is short); up to which its tiles are of 64 tokens */
 #define WIDE_MEAN    16u
 #define WIDE_NARROW  32u
-#define WIDE_MIDDLE  40u
+#define WIDE_MIDDLE  52u
 #define ALIGN_UP(x)  (((x) + 255) & ~(size_t)255)
 
 /* struct i4_layout - offsets in the workspace */

@@ -278,20 +278,21 @@ __device__ __forceinline__ void wide_whole(const struct moe_wide &a, uint2 tile,
 		wide_store_h<N>(a, acc, tile, mtile);
 }
 
-/* As many tokens as are there, rounded up to 32 (64 at least in a ring for 128: more variants, and
- * the compiler finds no registers for any of them). */
-template <int N, int NMAX, int G, bool SECOND>
+/* As many tokens as are there, rounded up. With one more variant the compiler finds no
+ * registers for any of them. */
+template <int NMAX, int G, bool SECOND>
 __device__ __forceinline__ void wide_pick(const struct moe_wide &a, uint2 tile,
 					  uint32_t rb, struct wide_ring &r)
 {
-	if constexpr (N == NMAX) {
-		wide_whole<N, NMAX, G, SECOND>(a, tile, rb, r);
-	} else {
-		if (tile.x >> 16 <= N)
-			wide_whole<N, NMAX, G, SECOND>(a, tile, rb, r);
-		else
-			wide_pick<N + 32, NMAX, G, SECOND>(a, tile, rb, r);
-	}
+	constexpr int LOW = NMAX == 128 ? 80 : 32, HIGH = NMAX == 128 ? 96 : 48;
+	const uint32_t n = tile.x >> 16;
+
+	if (n <= LOW)
+		wide_whole<LOW, NMAX, G, SECOND>(a, tile, rb, r);
+	else if (n <= HIGH)
+		wide_whole<HIGH, NMAX, G, SECOND>(a, tile, rb, r);
+	else
+		wide_whole<NMAX, NMAX, G, SECOND>(a, tile, rb, r);
 }
 
 /* struct wide_way - a warp's way through the units. A unit's tile is read while the one before
@@ -366,7 +367,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WIDE_REGS_USE));
 		for (struct wide_way w = wide_begin(a, rblocks);
 		     wide_unit_next(a, w, tile, rb);)
-			wide_pick<(N == 128 ? 64 : 32), N, G, SECOND>(a, tile, rb, r);
+			wide_pick<N, G, SECOND>(a, tile, rb, r);
 	}
 }
 
