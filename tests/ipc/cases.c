@@ -43,22 +43,6 @@ static struct kv_stat stat_of(struct kvc_pool *pool)
 	return s;
 }
 
-static bool passes(struct kvc *c, struct kvc_pool *pool, struct kv_grant g)
-{
-	struct kv_row row = kv_row_make(g.pfn, g.tag, 0, 7, 0);
-	struct kvc_check_request q = {
-		.rows = &row, .nonce = 7, .nr_rows = 1, .length = 1};
-	struct kvc_step *step;
-	struct kv_verdict v;
-	bool ok;
-
-	KVT_EXPECT_EQ(kvc_step_begin(c, &step), 0);
-	KVT_EXPECT_EQ(kvc_step_check(step, pool, &q, 1, &v), 0);
-	ok = kv_verdict_ok(v, kvc_step_number(step), 1);
-	kvc_step_retire(step);
-	return ok;
-}
-
 /* --------------------------------------------------------------------- O13: fds */
 
 /* In a PID namespace of its own where that is allowed, dumpable by nobody, and unable to fetch a
@@ -75,7 +59,7 @@ static int engine_in_a_corner(void *arg)
 		return 3;
 	c = ipc_connect(&kvmd);
 	p = ipc_pool(c);
-	if (kvc_alloc(p, 70, KV_GFP_NOWAIT, g) || !passes(c, p, g[69]))
+	if (kvc_alloc(p, 70, KV_GFP_NOWAIT, g) || !ipc_passes(c, p, g[69]))
 		return 4;
 	ipc_page_fill(p, g[69].pfn, 0x5a, 4096);
 	if (ipc_page_byte(p, g[69].pfn, 4095) != 0x5a || kvc_free(p, g, 70))
@@ -205,7 +189,7 @@ KVT_TEST(r2_event_that_never_completes)
 		u64 start_ns = kv_now_ns();
 
 		KVT_EXPECT_EQ(kvc_alloc(pool, 4, KV_GFP_PREFILL, pages), 0);
-		KVT_EXPECT(passes(c, pool, pages[i % 4]));
+		KVT_EXPECT(ipc_passes(c, pool, pages[i % 4]));
 		KVT_EXPECT_EQ(kvc_free(pool, pages, 4), 0);
 		KVT_EXPECT_EQ(kvc_flush(c), 0);
 		ns[i] = kv_now_ns() - start_ns;
@@ -248,7 +232,7 @@ static int pop_and_free(void *arg)
 			if (kvc_alloc(p, 1, KV_GFP_PREFILL, &g[k]))
 				return 2;
 		for (u32 k = 0; k < 3; k++)
-			if (!passes(mine, p, g[k]))
+			if (!ipc_passes(mine, p, g[k]))
 				return 3;
 		if (kvc_free(p, g, 3))
 			return 4;

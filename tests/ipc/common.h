@@ -49,6 +49,14 @@ void ipc_gpu_context(int ordinal);
  */
 void ipc_start(struct eng_private_kvmd *d, const char *const *args);
 
+/**
+ * ipc_start_again() - a daemon in the directory of one that has ended
+ * @args: all but directory, log and readiness, NULL-terminated
+ *
+ * Its keeper, the host's secret and its tiers are still there. Return: whether it serves.
+ */
+bool ipc_start_again(struct eng_private_kvmd *d, const char *const *args);
+
 /** ipc_stop() - stop it; it must end with status 0 and an audit without errors */
 void ipc_stop(struct eng_private_kvmd *d);
 
@@ -66,6 +74,9 @@ struct kvc_pool *ipc_pool(struct kvc *c);
 
 /** ipc_connect_to() - a connected socket of @type */
 int ipc_connect_to(const char *path, int type);
+
+/** ipc_passes() - does a step still find the page to be the one that was granted? */
+bool ipc_passes(struct kvc *c, struct kvc_pool *pool, struct kv_grant g);
 
 /** ipc_admin() - one request to the admin socket; @ret is the reply's text, malloc'ed */
 char *ipc_admin(const struct eng_private_kvmd *d, const char *request);

@@ -34,7 +34,7 @@ KVT_TEST(leases_bytes_and_prefixes_survive)
 	for (u32 round = 0; round < 3; round++) {
 		kill_kvmd();
 		/* with nobody there a magazine still gives pages and steps go on */
-		KVT_EXPECT(passes(c1, p1, pages[0]));
+		KVT_EXPECT(ipc_passes(c1, p1, pages[0]));
 		again();
 		after = stat_of(p1);
 		kvc_info(c1, &is);
@@ -49,10 +49,10 @@ KVT_TEST(leases_bytes_and_prefixes_survive)
 		KVT_EXPECT_EQ(after.tenant_used_bytes, before.tenant_used_bytes);
 		for (u32 i = 0; i < 16; i++) {
 			KVT_EXPECT(filled(p1, pages[i].pfn, i));
-			KVT_EXPECT(passes(c1, p1, pages[i]));
+			KVT_EXPECT(ipc_passes(c1, p1, pages[i]));
 			KVT_EXPECT(i >= 8 || filled(p2, hits[i].grant.pfn, i));
 		}
-		KVT_EXPECT(passes(c2, p2, hits[7].grant));
+		KVT_EXPECT(ipc_passes(c2, p2, hits[7].grant));
 		KVT_EXPECT_EQ(lookup(p2, 8, 5, hits), 8);
 	}
 	KVT_EXPECT_EQ(kvc_free(p1, pages, 16), 0);
@@ -107,8 +107,8 @@ KVT_TEST(quarantine_waits_for_a_step_of_before)
 	}
 	kvc_step_retire(step);
 	expect_within(stat_of(p1).nr_quarantine == 0, 1000);
-	KVT_EXPECT(!passes(c1, p1, pages[2]));
-	KVT_EXPECT(passes(c1, p1, pages[1]));
+	KVT_EXPECT(!ipc_passes(c1, p1, pages[2]));
+	KVT_EXPECT(ipc_passes(c1, p1, pages[1]));
 	kvc_close(c1);
 	ipc_stop(&kvmd);
 }
@@ -319,7 +319,7 @@ KVT_TEST(killed_keeper_is_replaced_and_refilled)
 	kill_kvmd();
 	again();
 	KVT_EXPECT_EQ(stat_of(p1).nr_active, 8);
-	KVT_EXPECT(passes(c1, p1, pages[5]) && filled(p1, pages[5].pfn, 5));
+	KVT_EXPECT(ipc_passes(c1, p1, pages[5]) && filled(p1, pages[5].pfn, 5));
 	kvc_close(c1);
 	ipc_stop(&kvmd);
 	for (int i = 0; i < 1000 && keeper_pid(); i++)
@@ -343,8 +343,8 @@ KVT_TEST(both_killed_is_a_cold_start)
 	again();
 	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, other), 0);
 	KVT_EXPECT_EQ(stat_of(p1).nr_active, 8);
-	KVT_EXPECT(!passes(c1, p1, pages[0]));
-	KVT_EXPECT(passes(c1, p1, other[0]));
+	KVT_EXPECT(!ipc_passes(c1, p1, pages[0]));
+	KVT_EXPECT(ipc_passes(c1, p1, other[0]));
 	kvc_close(c1);
 	ipc_stop(&kvmd);
 }
@@ -368,7 +368,7 @@ KVT_TEST(upgrade_keeps_everything)
 	KVT_EXPECT_EQ(stat_of(p1).nr_active, 8);
 	kvc_info(c1, &is);
 	KVT_EXPECT(is.session == was.session && is.table_epoch != was.table_epoch);
-	KVT_EXPECT(passes(c1, p1, pages[5]) && filled(p1, pages[5].pfn, 5));
+	KVT_EXPECT(ipc_passes(c1, p1, pages[5]) && filled(p1, pages[5].pfn, 5));
 	KVT_EXPECT_EQ(waitpid(kvmd.pid, NULL, WNOHANG), 0);
 	kvc_close(c1);
 	ipc_stop(&kvmd);

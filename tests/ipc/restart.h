@@ -25,31 +25,20 @@ static const char *host_bytes = "256MiB";
 
 static inline void again_with(const char *faults)
 {
-	char path[1200], fd_text[16], byte;
-	int fds[2];
+	const char *args[] = {"--keeper",
+			      "--backend",
+			      ipc_on_cuda() ? "cuda" : "host",
+			      ipc_on_cuda() ? "--gpu-bytes" : "--host-bytes",
+			      host_bytes,
+			      "--test-extents",
+			      "--faults",
+			      faults,
+			      NULL};
 
-	ipc_build_path("kvmd", path, sizeof(path));
-	KVT_EXPECT_EQ(pipe(fds), 0);
-	snprintf(fd_text, sizeof(fd_text), "%d", fds[1]);
-	kvmd.pid = fork();
-	if (kvmd.pid == 0) {
-		int log = open(kvmd.log_path, O_WRONLY | O_APPEND | O_CREAT, 0600);
-
-		dup2(log, 1);
-		dup2(log, 2);
-		close(fds[0]);
-		execl(path, path, "--private", kvmd.dir, "--die-with-parent", "--keeper",
-		      "--backend", ipc_on_cuda() ? "cuda" : "host",
-		      ipc_on_cuda() ? "--gpu-bytes" : "--host-bytes", host_bytes,
-		      "--test-extents", "--faults", faults, "--ready-fd", fd_text, NULL);
-		_exit(127);
-	}
-	close(fds[1]);
-	if (read(fds[0], &byte, 1) != 1 && !strcmp(faults, "crash=0")) {
+	if (!ipc_start_again(&kvmd, args) && !strcmp(faults, "crash=0")) {
 		ipc_show_log(&kvmd);
 		KVT_FAIL("kvmd does not start again");
 	}
-	close(fds[0]);
 }
 
 static inline void again(void)
@@ -151,23 +140,6 @@ static inline bool filled(struct kvc_pool *pool, u32 pfn, u32 seed)
 		if (p[i] != seed * 2654435761u + i)
 			return false;
 	return true;
-}
-
-/* Does a step still find the page to be the one it was given? */
-static inline bool passes(struct kvc *c, struct kvc_pool *pool, struct kv_grant g)
-{
-	struct kv_row row = kv_row_make(g.pfn, g.tag, 0, 7, 0);
-	struct kvc_check_request q = {
-		.rows = &row, .nonce = 7, .nr_rows = 1, .length = 1};
-	struct kvc_step *step;
-	struct kv_verdict v;
-	bool ok;
-
-	KVT_EXPECT_EQ(kvc_step_begin(c, &step), 0);
-	KVT_EXPECT_EQ(kvc_step_check(step, pool, &q, 1, &v), 0);
-	ok = kv_verdict_ok(v, kvc_step_number(step), 1);
-	kvc_step_retire(step);
-	return ok;
 }
 
 static inline int seal(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,

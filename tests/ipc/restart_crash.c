@@ -45,7 +45,7 @@ KVT_TEST(damaged_records_cost_their_pages_and_are_counted)
 	KVT_EXPECT_EQ(s.nr_active, 24 - 8 - 3);
 	KVT_EXPECT_EQ(s.nr_sealed, 6);
 	for (u32 i = 0; i < 24; i++)
-		KVT_EXPECT_EQ(passes(c1, p1, pages[i]), i < 6 || i >= 11);
+		KVT_EXPECT_EQ(ipc_passes(c1, p1, pages[i]), i < 6 || i >= 11);
 	KVT_EXPECT_EQ(lookup(p1, 8, 9, hits), 6); /* a miss from there on */
 	KVT_EXPECT_EQ(kvc_alloc(p1, 5, KV_GFP_NOWAIT, pages + 6), 0);
 	kvc_close(c1);
@@ -77,7 +77,7 @@ KVT_TEST(damaged_leases_cost_the_page)
 	KVT_EXPECT_EQ(stat_of(p1).nr_active, 7);
 	KVT_EXPECT(log_has("damage 2 (0 poisoned)"));
 	for (u32 i = 0; i < 8; i++)
-		KVT_EXPECT_EQ(passes(c1, p1, pages[i]), i != 1);
+		KVT_EXPECT_EQ(ipc_passes(c1, p1, pages[i]), i != 1);
 	kvc_close(c1);
 	/* Its end looks at all that it held. */
 	for (int i = 0; i < 3000 && !log_has("ended"); i++)
@@ -122,7 +122,7 @@ KVT_TEST(failed_adoption_leaves_the_undo_entry)
 	KVT_EXPECT_EQ(stat_of(p1).nr_active, 4);
 	KVT_EXPECT(log_has("1 undone") && log_has("damage 0"));
 	for (u32 i = 0; i < 4; i++)
-		KVT_EXPECT(passes(c1, p1, pages[i]));
+		KVT_EXPECT(ipc_passes(c1, p1, pages[i]));
 	kvc_close(c1);
 	ipc_stop(&kvmd);
 }
@@ -150,7 +150,7 @@ KVT_TEST(damaged_head_costs_the_pool)
 	p2 = ipc_pool(c2);
 	KVT_EXPECT_EQ(kvc_alloc(p2, 1, KV_GFP_NOWAIT, other), 0);
 	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, other), 0);
-	KVT_EXPECT(!passes(c1, p1, pages[0]));
+	KVT_EXPECT(!ipc_passes(c1, p1, pages[0]));
 	KVT_EXPECT(log_has("damage 1 "));
 	/* what one writes into the new pool, another one reads there */
 	for (u32 i = 0; i < 8; i++)
@@ -185,11 +185,11 @@ KVT_TEST(damaged_session_costs_the_session)
 	image->sessions[0].cookie[kvt_rand_below(16)] ^= 1;
 	again();
 	expect_within(stat_of(p2).nr_active == 8 && !stat_of(p2).nr_quarantine, 1000);
-	KVT_EXPECT(passes(c2, p2, theirs[7]));
+	KVT_EXPECT(ipc_passes(c2, p2, theirs[7]));
 	stat_of(p1);
-	KVT_EXPECT(!passes(c1, p1, mine[7]));
+	KVT_EXPECT(!ipc_passes(c1, p1, mine[7]));
 	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, mine), 0);
-	KVT_EXPECT(passes(c1, p1, mine[7]));
+	KVT_EXPECT(ipc_passes(c1, p1, mine[7]));
 	kvc_close(c1);
 	kvc_close(c2);
 	ipc_stop(&kvmd);
@@ -260,7 +260,7 @@ static void model_check(struct model *m)
 	for (u32 i = 0; i < m->nr; i++) {
 		if (!filled(m->pool, m->held[i].pfn, m->seeds[i]))
 			KVT_FAIL("page %u of %u: wrong bytes", i, m->nr);
-		if (!passes(m->c, m->pool, m->held[i]))
+		if (!ipc_passes(m->c, m->pool, m->held[i]))
 			KVT_FAIL("page %u of %u is not ours any more", i, m->nr);
 	}
 }
@@ -292,7 +292,7 @@ static void workload(struct model *a, struct model *b, u32 round)
 	got = lookup(b->pool, 6, seed, hits);
 	for (u32 i = 0; i < got; i++) {
 		KVT_EXPECT(filled(b->pool, hits[i].grant.pfn, 1 + i));
-		KVT_EXPECT(passes(b->c, b->pool, hits[i].grant));
+		KVT_EXPECT(ipc_passes(b->c, b->pool, hits[i].grant));
 	}
 	KVT_EXPECT_EQ(kvc_pin(a->pool, a->held + 8, 2), 0);
 	KVT_EXPECT_EQ(kvc_fork(a->pool, a->held + 9, 1, KV_GFP_PREFILL, &fork_of), 0);

@@ -82,30 +82,15 @@ static inline void start(void)
 /* The same daemon again: its directory, with the host's secret, is still there. */
 static inline void again(void)
 {
-	char path[1200], fd_text[16], byte;
-	int fds[2];
+	const char *args[] = {"--config", config,	  "--backend",
+			      "host",	  "--host-bytes", "8MiB",
+			      "--faults", faults,	  keeper ? "--keeper" : NULL,
+			      NULL};
 
-	ipc_build_path("kvmd", path, sizeof(path));
-	KVT_EXPECT_EQ(pipe(fds), 0);
-	snprintf(fd_text, sizeof(fd_text), "%d", fds[1]);
-	kvmd.pid = fork();
-	if (kvmd.pid == 0) {
-		int log = open(kvmd.log_path, O_WRONLY | O_APPEND | O_CREAT, 0600);
-
-		dup2(log, 1);
-		dup2(log, 2);
-		close(fds[0]);
-		execl(path, path, "--private", kvmd.dir, "--die-with-parent", "--config",
-		      config, "--backend", "host", "--host-bytes", "8MiB", "--faults",
-		      faults, "--ready-fd", fd_text, keeper ? "--keeper" : NULL, NULL);
-		_exit(127);
-	}
-	close(fds[1]);
-	if (read(fds[0], &byte, 1) != 1) {
+	if (!ipc_start_again(&kvmd, args)) {
 		ipc_show_log(&kvmd);
 		KVT_FAIL("kvmd does not start again");
 	}
-	close(fds[0]);
 }
 
 static inline void end(int sig)
