@@ -330,8 +330,9 @@ check-model: deps
 check-layers:
 	$(Q)tools/check-layers
 
+# include/ is set by hand: its comments are tables
 check-format:
-	$(Q)git ls-files '*.c' '*.h' '*.cu' '*.cuh' | xargs clang-format --dry-run -Werror
+	$(Q)git ls-files '*.c' '*.h' '*.cu' '*.cuh' | grep -v '^include/' | xargs clang-format --dry-run -Werror
 
 demo: deps
 	$(Q)$(MAKE) --no-print-directory $(if $(MUTANT),MUTANTS=1) all

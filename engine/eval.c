@@ -146,7 +146,8 @@ static int eval_stream(const struct eng_cli *cli, struct eng_host *h, const char
 	if (cli->tokens)
 		nr_predictions = KV_MIN(nr_ids ? nr_ids - 1 : 0, cli->tokens);
 	if (cli->nll_out && !(s.each = fopen(cli->nll_out, "we"))) {
-		fprintf(stderr, "kv-engine: --nll-out %s: %s\n", cli->nll_out, strerror(errno));
+		fprintf(stderr, "kv-engine: --nll-out %s: %s\n", cli->nll_out,
+			strerror(errno));
 		free(ids);
 		return ENG_EXIT_FAIL;
 	}
@@ -159,7 +160,8 @@ static int eval_stream(const struct eng_cli *cli, struct eng_host *h, const char
 		rc = run_windows(h->e, ids, nr_predictions, &s);
 	}
 	if (s.each && fclose(s.each)) {
-		fprintf(stderr, "kv-engine: --nll-out %s: %s\n", cli->nll_out, strerror(errno));
+		fprintf(stderr, "kv-engine: --nll-out %s: %s\n", cli->nll_out,
+			strerror(errno));
 		rc = -EIO;
 	}
 	if (!rc)

@@ -41,79 +41,78 @@ static struct kvt_case **kvt_last __attribute__((unused)) = &kvt_first;
 #define KVT_EXIT_FAIL 1
 #define KVT_EXIT_SKIP 77
 
-#define KVT_TEST_T(name_, timeout_)                                                      \
-	static void kvt_run_##name_(void);                                               \
-	static struct kvt_case kvt_case_##name_ = {.name = #name_,                       \
-						   .run = kvt_run_##name_,               \
-						   .timeout_s = (timeout_)};             \
-	__attribute__((constructor)) static void kvt_reg_##name_(void)                   \
-	{                                                                                \
-		*kvt_last = &kvt_case_##name_;                                           \
-		kvt_last = &kvt_case_##name_.next;                                       \
-	}                                                                                \
+#define KVT_TEST_T(name_, timeout_)                                               \
+	static void kvt_run_##name_(void);                                        \
+	static struct kvt_case kvt_case_##name_ = {                               \
+		.name = #name_, .run = kvt_run_##name_, .timeout_s = (timeout_)}; \
+	__attribute__((constructor)) static void kvt_reg_##name_(void)            \
+	{                                                                         \
+		*kvt_last = &kvt_case_##name_;                                    \
+		kvt_last = &kvt_case_##name_.next;                                \
+	}                                                                         \
 	static void kvt_run_##name_(void)
 
 #define KVT_TEST(name_) KVT_TEST_T(name_, 60)
 
-#define KVT_FAIL(...)                                                                    \
-	do {                                                                             \
-		printf("# %s:%d: ", __FILE__, __LINE__);                                 \
-		printf(__VA_ARGS__);                                                     \
-		printf("\n");                                                            \
-		fflush(stdout);                                                          \
-		_exit(KVT_EXIT_FAIL);                                                    \
+#define KVT_FAIL(...)                                    \
+	do {                                             \
+		printf("# %s:%d: ", __FILE__, __LINE__); \
+		printf(__VA_ARGS__);                     \
+		printf("\n");                            \
+		fflush(stdout);                          \
+		_exit(KVT_EXIT_FAIL);                    \
 	} while (0)
 
-#define KVT_SKIP(...)                                                                    \
-	do {                                                                             \
-		printf("# SKIP ");                                                       \
-		printf(__VA_ARGS__);                                                     \
-		printf("\n");                                                            \
-		fflush(stdout);                                                          \
-		_exit(KVT_EXIT_SKIP);                                                    \
+#define KVT_SKIP(...)                 \
+	do {                          \
+		printf("# SKIP ");    \
+		printf(__VA_ARGS__);  \
+		printf("\n");         \
+		fflush(stdout);       \
+		_exit(KVT_EXIT_SKIP); \
 	} while (0)
 
-#define KVT_NOTE(...)                                                                    \
-	do {                                                                             \
-		printf("# ");                                                            \
-		printf(__VA_ARGS__);                                                     \
-		printf("\n");                                                            \
-		fflush(stdout);                                                          \
+#define KVT_NOTE(...)                \
+	do {                         \
+		printf("# ");        \
+		printf(__VA_ARGS__); \
+		printf("\n");        \
+		fflush(stdout);      \
 	} while (0)
 
-#define KVT_EXPECT(cond)                                                                 \
-	do {                                                                             \
-		if (!(cond))                                                             \
-			KVT_FAIL("expected: %s", #cond);                                 \
+#define KVT_EXPECT(cond)                                 \
+	do {                                             \
+		if (!(cond))                             \
+			KVT_FAIL("expected: %s", #cond); \
 	} while (0)
 
-#define KVT_EXPECT_EQ(a, b)                                                              \
-	do {                                                                             \
-		long long a_ = (long long)(a), b_ = (long long)(b);                      \
-		if (a_ != b_)                                                            \
-			KVT_FAIL("%s is %lld, expected %s = %lld", #a, a_, #b, b_);      \
+#define KVT_EXPECT_EQ(a, b)                                                         \
+	do {                                                                        \
+		long long a_ = (long long)(a), b_ = (long long)(b);                 \
+		if (a_ != b_)                                                       \
+			KVT_FAIL("%s is %lld, expected %s = %lld", #a, a_, #b, b_); \
 	} while (0)
 
-#define KVT_EXPECT_LE(a, b)                                                              \
-	do {                                                                             \
-		double a_ = (double)(a), b_ = (double)(b);                               \
-		if (!(a_ <= b_))                                                         \
-			KVT_FAIL("%s is %g, expected at most %g", #a, a_, b_);           \
+#define KVT_EXPECT_LE(a, b)                                                    \
+	do {                                                                   \
+		double a_ = (double)(a), b_ = (double)(b);                     \
+		if (!(a_ <= b_))                                               \
+			KVT_FAIL("%s is %g, expected at most %g", #a, a_, b_); \
 	} while (0)
 
-#define KVT_EXPECT_STR(a, b)                                                             \
-	do {                                                                             \
-		const char *a_ = (a), *b_ = (b);                                         \
-		if (strcmp(a_, b_))                                                      \
-			KVT_FAIL("%s is \"%s\", expected \"%s\"", #a, a_, b_);           \
+#define KVT_EXPECT_STR(a, b)                                                   \
+	do {                                                                   \
+		const char *a_ = (a), *b_ = (b);                               \
+		if (strcmp(a_, b_))                                            \
+			KVT_FAIL("%s is \"%s\", expected \"%s\"", #a, a_, b_); \
 	} while (0)
 
 /* @b is a part of @a: for error messages that must name a field and a value. */
-#define KVT_EXPECT_HAS(a, b)                                                             \
-	do {                                                                             \
-		const char *a_ = (a), *b_ = (b);                                         \
-		if (!strstr(a_, b_))                                                     \
-			KVT_FAIL("%s is \"%s\", lacks \"%s\"", #a, a_, b_);              \
+#define KVT_EXPECT_HAS(a, b)                                                \
+	do {                                                                \
+		const char *a_ = (a), *b_ = (b);                            \
+		if (!strstr(a_, b_))                                        \
+			KVT_FAIL("%s is \"%s\", lacks \"%s\"", #a, a_, b_); \
 	} while (0)
 
 /* Seeded by KVT_SEED or the clock; printed, so that a failure can be repeated. */
@@ -152,7 +151,8 @@ static inline void kvt_seed_init(void)
 {
 	const char *env = getenv("KVT_SEED");
 
-	kvt_seed_state = env ? strtoull(env, NULL, 0) : (uint64_t)time(NULL) * 2654435761u;
+	kvt_seed_state =
+		env ? strtoull(env, NULL, 0) : (uint64_t)time(NULL) * 2654435761u;
 	printf("# seed %llu\n", (unsigned long long)kvt_seed_state);
 }
 
@@ -245,7 +245,8 @@ static int __attribute__((unused)) kvt_main(int argc, char **argv)
 		if (sig)
 			printf("# killed by signal %d (%s)\n", sig, strsignal(sig));
 		if (rc == KVT_EXIT_SKIP && require_gpu) {
-			printf("not ok %d - %s # skipped under REQUIRE_GPU=1\n", i, c->name);
+			printf("not ok %d - %s # skipped under REQUIRE_GPU=1\n", i,
+			       c->name);
 			failed++;
 		} else if (rc == KVT_EXIT_SKIP) {
 			printf("ok %d - %s # SKIP\n", i, c->name);
@@ -257,10 +258,10 @@ static int __attribute__((unused)) kvt_main(int argc, char **argv)
 	return failed ? 1 : 0;
 }
 
-#define KVT_MAIN()                                                                       \
-	int main(int argc, char **argv)                                                  \
-	{                                                                                \
-		return kvt_main(argc, argv);                                             \
+#define KVT_MAIN()                           \
+	int main(int argc, char **argv)      \
+	{                                    \
+		return kvt_main(argc, argv); \
 	}
 
 #endif /* KVT_H */
