@@ -98,6 +98,8 @@ static int put_all(struct kvd *kvd)
 
 	if (KV_MUTANT(image_first))
 		r = kvd_keep_put(&kvd->kept.keep, &key, kvd->kept.image_fd);
+	if (kvd->kept.half.key.kind && !KV_MUTANT(half_forgotten))
+		r = kvd_keep_put(&kvd->kept.keep, &kvd->kept.half.key, kvd->kept.half.fd);
 	for (u32 i = 0; i < KVD_POOLS_MAX && !r; i++)
 		if (kvd->core.mm.pools[i])
 			r = put_pool(kvd, kvd->core.mm.pools[i]);
@@ -187,15 +189,20 @@ int kvd_kept_put(struct kvd *kvd, const struct kvd_keep_key *key, int fd)
 	if (!kvd->kept.image)
 		return 0;
 	r = kvd_keep_put(&kvd->kept.keep, key, fd);
-	if (r != -EPIPE || refill(kvd))
-		return r;
-	return kvd_keep_put(&kvd->kept.keep, key, fd);
+	if (r == -EPIPE && !refill(kvd))
+		r = kvd_keep_put(&kvd->kept.keep, key, fd);
+	if (!r && (key->kind == KVD_KEEP_PAGE || key->kind == KVD_KEEP_FRAMES))
+		kvd->kept.half = (struct kvd_kept_fd){.key = *key, .fd = fd};
+	return r;
 }
 
 void kvd_kept_del(struct kvd *kvd, const struct kvd_keep_key *key)
 {
-	if (kvd->kept.image)
-		kvd_keep_del(&kvd->kept.keep, key);
+	if (!kvd->kept.image)
+		return;
+	if (!memcmp(&kvd->kept.half.key, key, sizeof(*key)))
+		kvd->kept.half.key.kind = 0;
+	kvd_keep_del(&kvd->kept.keep, key);
 }
 
 static int extent_put(void *arg, u32 pool_id, u32 index, u64 serial, int fd)

@@ -32,6 +32,8 @@ struct kvd_kept_fd {
  * @fds: [nr], from the keeper, while adopting; @untaken: some found no room
  * @adopted: what was taken over; @adopt_ns how long it took
  * @restarts: keepers that had to be replaced
+ * @half: page of a session, or records of a pool, whose other half is put next: nothing that
+ *	put_all() goes through has it yet. No kind: none
  */
 struct kvd_kept {
 	struct kvd_keep keep;
@@ -49,6 +51,7 @@ struct kvd_kept {
 	struct kvd_adopted adopted;
 	u64 adopt_ns;
 	u32 restarts;
+	struct kvd_kept_fd half;
 };
 
 /** kvd_kept_start() - before the core: connect, take what is there, map the image */

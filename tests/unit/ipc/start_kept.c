@@ -398,6 +398,80 @@ KVT_TEST_T(keeper_killed_at_each_call_of_an_adopting_start, 120)
 	KVT_EXPECT(last_lost > 2 && last_lost <= (nth - 1) / 2);
 }
 
+/* Two descriptors make a session, and two a pool: the keeper is killed between them, too. */
+static bool serve_without(u32 nth)
+{
+	char error[KVD_CONFIG_ERROR_BYTES] = "";
+	int status;
+	pid_t pid;
+
+	fflush(stdout);
+	pid = fork();
+	if (!pid) {
+		KVT_EXPECT_EQ(start(error), 0);
+		victim = keeper_but(0);
+		at_nth = keeper_kill;
+		calls = 0;
+		fail_nth = nth;
+		turns(8);
+		status = calls < nth;
+		fail_nth = 0;
+		KVT_EXPECT_EQ(kvd.core.nr_sessions, 2);
+		KVT_EXPECT(kvd.core.mm.pools[1]);
+		if (!status)
+			keeper_missed();
+		_exit(status);
+	}
+	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	KVT_EXPECT(WIFEXITED(status) && WEXITSTATUS(status) < 2);
+	return !WEXITSTATUS(status);
+}
+
+static void has_both(void)
+{
+	KVT_EXPECT(kvd.kept.found);
+	KVT_EXPECT_EQ(kvd.core.nr_sessions, 2);
+	KVT_EXPECT(kvd.core.mm.pools[0] && kvd.core.mm.pools[0]->nr[KVD_ACTIVE] == 4);
+	KVT_EXPECT(kvd.core.mm.pools[1] && kvd.core.mm.pools[1]->nr_sessions == 1);
+	KVT_EXPECT_EQ(kvd.kept.adopted.damage, 0);
+}
+
+/* The next kvmd has all that was given out, whenever the keeper died: a session that it does
+ * not know of would go on in pages that are others' by then. */
+KVT_TEST_T(keeper_killed_at_each_call_while_a_session_opens, 120)
+{
+	struct kv_msg_hello hello = {.msg = {.magic = KV_MSG_MAGIC,
+					     .type = KV_MSG_HELLO,
+					     .size_bytes = sizeof(hello)},
+				     .abi_min = KV_ABI_VERSION_MIN,
+				     .abi_max = KV_ABI_VERSION,
+				     .client_name = "second"};
+	struct kv_msg_pool_open pool = pool_open_msg();
+	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	u32 nth = 0;
+	bool died;
+
+	memset(pool.layout.model_id, 7,
+	       sizeof(pool.layout.model_id)); /* a pool of its own */
+	do {
+		int s = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+
+		dir_make();
+		history();
+		memcpy(addr.sun_path, opt.socket_path, sizeof(addr.sun_path));
+		KVT_EXPECT(!connect(s, (struct sockaddr *)&addr, sizeof(addr)));
+		KVT_EXPECT_EQ(send(s, &hello, sizeof(hello), 0), sizeof(hello));
+		KVT_EXPECT_EQ(send(s, &pool, sizeof(pool), 0), sizeof(pool));
+		died = serve_without(++nth);
+		in_kvmd(has_both);
+		close(s);
+		close(client);
+		end();
+	} while (died);
+	KVT_NOTE("%u calls", nth - 1);
+	KVT_EXPECT(nth > 20);
+}
+
 /* Somebody who has said nothing yet, and an extent that is not there, are not kept. */
 static void replaced(void)
 {
