@@ -15,6 +15,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -166,6 +167,7 @@ int kvc_link_open(struct kvc *c, u64 deadline_ns, struct kvc_link **ret_link)
 	*ret_link = link;
 	return 0;
 close_sock:
+	shutdown(link->sock, SHUT_RDWR); /* a forked child may have it */
 	close(link->sock);
 free_link:
 	free(link);
@@ -186,6 +188,7 @@ void kvc_link_unmap(struct kvc_link *link)
 		link->tables[i].map = NULL;
 	}
 	kvc_ring_fini(&link->ring);
+	shutdown(link->sock, SHUT_RDWR);
 	close(link->sock);
 }
 

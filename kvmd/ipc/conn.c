@@ -6,6 +6,7 @@
 #include "kvmd/ipc/conn.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -142,6 +143,35 @@ void kvd_conn_end(struct kvd_conn *conn, int result, const char *why)
 	kvd_session_end(conn->session, why);
 }
 
+/* A process whose deadline passes while it takes its session up hangs up and comes again:
+ * its session was lost to nothing but a slow kvmd. Who has closed it or is gone will not. */
+static bool comes_again(const struct kvd_conn *conn)
+{
+	struct pollfd p = {.fd = conn->pidfd, .events = POLLIN};
+
+	return conn->state == KVD_CONN_OPEN && conn->resuming &&
+	       !KV_MUTANT(late_resume_ends) && !kv_load_acquire64(&conn->page->closed) &&
+	       poll(&p, 1, 0) != 1;
+}
+
+void kvd_conn_hung_up(struct kvd_conn *conn, const char *why)
+{
+	if (conn->state == KVD_CONN_AWAY)
+		return;
+	if (!comes_again(conn)) {
+		kvd_conn_end(conn, 0, why);
+		return;
+	}
+	kvd_info("ipc/conn", "client %llu pid %d: %s while it took its session up",
+		 (unsigned long long)conn->client_id, conn->cred.pid, why);
+	kvd_serve_cancel(conn, 0);
+	conn_shut(conn);
+	conn->state = KVD_CONN_AWAY;
+	conn->resumed = conn->resuming = false;
+	conn->leases = NULL;
+	conn->told = 0;
+}
+
 /* notify->session_reaped: the core touches neither session nor page any more. */
 static void conn_free(struct kvd_conn *conn)
 {
@@ -183,7 +213,7 @@ int kvd_conn_send(struct kvd_conn *conn, const struct kv_msg *msg, const int *fd
 {
 	int r;
 
-	if (conn->state == KVD_CONN_CLOSED)
+	if (conn->state == KVD_CONN_CLOSED || conn->state == KVD_CONN_AWAY)
 		return -ENOTCONN;
 	r = kvd_out_send(&conn->out, conn->fd, msg, fds);
 	if (r == -ENOBUFS) {
@@ -192,7 +222,7 @@ int kvd_conn_send(struct kvd_conn *conn, const struct kv_msg *msg, const int *fd
 		return r;
 	}
 	if (r) {
-		kvd_conn_end(conn, 0, "hang-up while sending");
+		kvd_conn_hung_up(conn, "hang-up while sending");
 		return r;
 	}
 	if (conn->out.nr)
@@ -206,7 +236,7 @@ static void conn_writable(struct kvd_conn *conn)
 	int r = kvd_out_flush(&conn->out, conn->fd);
 
 	if (r < 0) {
-		kvd_conn_end(conn, 0, "hang-up while sending");
+		kvd_conn_hung_up(conn, "hang-up while sending");
 		return;
 	}
 	if (r == 0) {
@@ -245,8 +275,7 @@ static void conn_readable(struct kvd_conn *conn)
 	const char *why = "";
 	int i, r;
 
-	for (i = 0; i < CONN_MSGS_A_TURN && conn->state != KVD_CONN_CLOSED && !conn->held;
-	     i++) {
+	for (i = 0; i < CONN_MSGS_A_TURN && conn->fd >= 0 && !conn->held; i++) {
 		r = kvd_msg_receive(conn->fd, conn->kvd->msg_buf, KV_MSG_BYTES_MAX, &why);
 		if (r == -EAGAIN)
 			return;
@@ -254,7 +283,7 @@ static void conn_readable(struct kvd_conn *conn)
 			r = conn_message(conn, (const struct kv_msg *)conn->kvd->msg_buf,
 					 (u32)r, &why);
 		else if (r != -EPROTO)
-			return kvd_conn_end(conn, 0, "hang-up");
+			return kvd_conn_hung_up(conn, "hang-up");
 		if (r == -EPROTO)
 			return kvd_conn_end(conn, r, why);
 	}
@@ -301,12 +330,12 @@ static void conn_ready(void *arg, u32 events)
 	struct kvd_conn *conn = arg;
 
 	if (conn->held && (events & KVD_LOOP_HUP))
-		return kvd_conn_end(conn, 0, "hang-up");
+		return kvd_conn_hung_up(conn, "hang-up");
 
 	if (events & KVD_LOOP_OUT)
 		conn_writable(conn);
 	/* Messages sent before a hang-up are still read; then recvmsg says 0. */
-	if (conn->state != KVD_CONN_CLOSED && (events & (KVD_LOOP_IN | KVD_LOOP_HUP)))
+	if (conn->fd >= 0 && (events & (KVD_LOOP_IN | KVD_LOOP_HUP)))
 		conn_readable(conn);
 }
 

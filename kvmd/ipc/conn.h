@@ -4,6 +4,7 @@
  *
  *	UNKNOWN -> OPEN -> CLOSED -> freed
  *	AWAY -> OPEN (of a new connection) | CLOSED
+ *	OPEN -> AWAY (a peer that was taking its session up hung up before it had used it)
  *
  * UNKNOWN: connected, no HELLO. OPEN: has a session. CLOSED: socket and ring are gone and
  *	the session has ended; session page and pidfd stay until the core has reaped it (P8).
@@ -31,7 +32,7 @@ enum kvd_conn_state {
 	KVD_CONN_UNKNOWN,
 	KVD_CONN_OPEN,
 	KVD_CONN_CLOSED,
-	KVD_CONN_AWAY, /* session of an earlier kvmd, not attached again yet */
+	KVD_CONN_AWAY, /* session of an earlier kvmd, not attached (whole) again yet */
 };
 
 /**
@@ -52,6 +53,7 @@ enum kvd_conn_state {
  * @added: EXTENT_ADDED being collected; @added_fds its fds
  * @kept: page and pidfd are in the keeper; @kept_tenant is part of their key
  * @resumed: took up a session with its cookie: POOL_REPLYs are followed by LEASES
+ * @resuming: and its peer has asked for nothing yet: it may still give up and come again
  * @told: pools whose extents were sent on this connection, by entry of session->attach
  * @leases: LEASES being sent; @leases_pfn where it goes on
  * @opening: POOL_OPEN runs: its extents are sent after the reply
@@ -92,6 +94,7 @@ struct kvd_conn {
 	struct kv_msg_extents added;
 	int added_fds[KV_MSG_FDS_MAX];
 	bool resumed;
+	bool resuming;
 	bool kept;
 	u32 kept_tenant;
 	u32 told;
@@ -154,6 +157,14 @@ void kvd_conn_accepted(struct kvd *kvd, int fd);
  * Twice is a no-op. The conn stays valid until the end of the turn.
  */
 void kvd_conn_end(struct kvd_conn *conn, int result, const char *why);
+
+/**
+ * kvd_conn_hung_up() - the peer is not there any more
+ *
+ * The end of its session, unless it was just taking it up: then the session waits for its
+ * process as before (AWAY).
+ */
+void kvd_conn_hung_up(struct kvd_conn *conn, const char *why);
 
 /** kvd_conn_reap_dead() - free the conns that died in this turn */
 void kvd_conn_reap_dead(struct kvd *kvd);

@@ -208,7 +208,7 @@ static void hello_refuse(struct kvd_conn *conn, struct kv_msg_hello_reply *reply
 	kvd_info("ipc/hello", "pid %d uid %u refused: %s", conn->cred.pid, conn->cred.uid,
 		 reply->error);
 	kvd_conn_send(conn, &reply->msg, NULL);
-	kvd_conn_end(conn, 0, "HELLO refused");
+	kvd_conn_hung_up(conn, "HELLO refused");
 }
 
 static void hello_accept(struct kvd_conn *conn, struct kv_msg_hello_reply *reply)

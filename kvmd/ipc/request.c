@@ -196,6 +196,9 @@ static u32 serve_conn(struct kvd_conn *conn)
 		if (r <= 0)
 			break;
 		req->conn = conn;
+		/* In a resume it frees what no answer has brought, nothing else. */
+		if (req->sqe.opcode != KV_OP_FREE && !KV_MUTANT(resume_never_over))
+			conn->resuming = false;
 		pages += KV_MUTANT(turn_by_entries) ? 0 : req->sqe.nr;
 		request_run(req);
 	}

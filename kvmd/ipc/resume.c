@@ -69,7 +69,7 @@ void kvd_conn_take_up(struct kvd_conn *conn, struct kvd_conn *away)
 	conn->kept_tenant = away->kept_tenant;
 	memcpy(conn->cookie, away->cookie, sizeof(conn->cookie));
 	memcpy(conn->name, away->name, sizeof(conn->name));
-	conn->resumed = true;
+	conn->resumed = conn->resuming = true;
 	/* Its pidfd stays the keeper's; ours is of the same process. */
 	away->page = NULL;
 	away->page_fd = -1;

@@ -214,6 +214,101 @@ KVT_TEST(cookie_of_another_process_is_refused)
 	ipc_stop(&kvmd);
 }
 
+/* ---------------------------------------------------------- a resume that takes too long */
+
+static bool answers(struct kvc_pool *pool)
+{
+	struct kv_stat st;
+	int r = kvc_stat(pool, &st);
+
+	KVT_EXPECT(!r || r == -ETIMEDOUT);
+	return !r;
+}
+
+/* The deadline of a call passes while kvmd is slow to take the session up: the call is lost,
+ * the session is not. */
+KVT_TEST(a_deadline_in_a_resume_costs_no_session)
+{
+	struct kvc_options opt = {.size_bytes = sizeof(opt),
+				  .socket_path = kvmd.socket_path,
+				  .client_name = "test",
+				  .timeout_ms = 400};
+	struct kv_grant pages[8];
+	struct kvc_info was, is;
+	struct kvc_pool *pool;
+	struct kvc *c;
+
+	start();
+	KVT_EXPECT_EQ(kvc_open(&opt, &c), 0);
+	pool = ipc_pool(c);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 8, KV_GFP_NOWAIT, pages), 0);
+	fill(pool, pages[5].pfn, 5);
+	kvc_info(c, &was);
+	for (u32 round = 0; round < 2; round++) {
+		kill_kvmd();
+		again();
+		kill(kvmd.pid, SIGSTOP);
+		for (u32 i = 0; i <= round; i++)
+			KVT_EXPECT(!answers(pool));
+		kill(kvmd.pid, SIGCONT);
+		expect_within(answers(pool), 100);
+		kvc_info(c, &is);
+		KVT_EXPECT_EQ(is.client_id, was.client_id);
+		KVT_EXPECT_EQ(is.session, was.session);
+		KVT_EXPECT(ipc_passes(c, pool, pages[5]) &&
+			   filled(pool, pages[5].pfn, 5));
+	}
+	kvc_close(c);
+	ipc_stop(&kvmd);
+}
+
+/* It has its session again, uses it, and then hangs up. */
+static int hangs_up(void *arg)
+{
+	struct kvc *c = ipc_connect(&kvmd);
+	struct kvc_pool *pool = ipc_pool(c);
+	struct kv_grant pages[32];
+	int *fds = arg, type;
+	char byte;
+
+	if (kvc_alloc(pool, 32, KV_GFP_NOWAIT, pages) || write(fds[1], "x", 1) != 1 ||
+	    read(fds[2], &byte, 1) != 1 || stat_of(pool).nr_active != 32)
+		return 2;
+	for (int fd = 3; fd < 256; fd++) {
+		socklen_t len = sizeof(type);
+
+		if (!getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &len) &&
+		    type == SOCK_SEQPACKET)
+			shutdown(fd, SHUT_RDWR);
+	}
+	for (;;)
+		pause();
+}
+
+KVT_TEST(a_hang_up_after_a_resume_is_the_end)
+{
+	struct kvc_pool *pool;
+	struct kvc *c;
+	int fds[4];
+	char byte;
+	pid_t pid;
+
+	start();
+	KVT_EXPECT(!pipe(fds) && !pipe(fds + 2));
+	pid = ipc_child_with(hangs_up, fds, sizeof(fds));
+	KVT_EXPECT_EQ(read(fds[0], &byte, 1), 1);
+	kill_kvmd();
+	again();
+	KVT_EXPECT_EQ(write(fds[3], "x", 1), 1);
+	c = ipc_connect(&kvmd);
+	pool = ipc_pool(c);
+	expect_within(stat_of(pool).nr_active == 0, 1000);
+	KVT_EXPECT(!kill(pid, SIGKILL));
+	KVT_EXPECT_EQ(ipc_wait(pid), 128 + SIGKILL); /* it lived, and had all it held */
+	kvc_close(c);
+	ipc_stop(&kvmd);
+}
+
 /* cases O32, O56: what lies in a ring of before is never executed. */
 KVT_TEST(o32_o56_old_rings_have_no_effect)
 {

@@ -83,15 +83,33 @@ static void pops_one(void)
 	turns(8);
 }
 
-static void counts_sessions(void)
+static void counts_sessions(u32 nr)
 {
 	struct kvd_finding list[4];
 	struct kvd_findings fs = {.list = list, .max = 4};
 
 	turns(8);
-	KVT_EXPECT_EQ(kvd.core.nr_sessions, 0);
-	KVT_EXPECT_EQ(kvd.nr_conns, 0);
+	KVT_EXPECT_EQ(kvd.core.nr_sessions, nr);
+	KVT_EXPECT_EQ(kvd.nr_conns, nr);
 	KVT_EXPECT(!kvd_audit(&kvd.core, &fs));
+}
+
+static void one_session(void)
+{
+	counts_sessions(1);
+}
+
+static void no_session(void)
+{
+	counts_sessions(0);
+}
+
+/* Waits for its process, with all that it holds. */
+static void one_away(void)
+{
+	counts_sessions(1);
+	KVT_EXPECT_EQ(kvd.core.mm.pools[0]->nr[KVD_ACTIVE], 4);
+	KVT_EXPECT(away()->session->attach[0].pool == kvd.core.mm.pools[0]);
 }
 
 static struct kv_msg_hello hello_of(const struct kvd_image *image)
@@ -158,8 +176,120 @@ KVT_TEST(a_session_is_taken_up_by_its_own_process_only)
 	}
 }
 
-/* It has its session again and goes before it is told so: the session ends as any. */
-KVT_TEST(a_peer_that_goes_while_it_is_told)
+/* One that it gave up waiting for, or that it has been told a part of: it comes again. */
+static void knock_and_go(const struct kv_msg_hello *hello, bool opens)
+{
+	const struct kv_msg_pool_open pool = pool_open_msg();
+	int s = knock(hello);
+
+	if (opens)
+		KVT_EXPECT_EQ(send(s, &pool, sizeof(pool), 0), sizeof(pool));
+	close(s);
+}
+
+/* Its deadline passes while kvmd takes it up: the session waits for its process, as before. */
+KVT_TEST(a_peer_that_gives_up_gets_its_session_the_next_time)
+{
+	struct kv_msg_hello_reply reply;
+	struct kvd_image *image;
+	struct kv_msg_hello hello;
+	int s;
+
+	dir_make();
+	history();
+	image = image_map();
+	hello = hello_of(image);
+	knock_and_go(&hello, false);
+	in_kvmd(one_away);
+	knock_and_go(&hello, false);
+	knock_and_go(&hello, true);
+	knock_and_go(&hello, false);
+	s = knock(&hello);
+	in_kvmd(one_session);
+	KVT_EXPECT_EQ(recv(s, &reply, sizeof(reply), 0), sizeof(reply));
+	KVT_EXPECT(reply.flags & KV_HELLO_RESUMED);
+	KVT_EXPECT_EQ(memcmp(reply.cookie, hello.cookie, KV_COOKIE_BYTES), 0);
+	munmap(image, sizeof(*image));
+	close(s);
+	close(client);
+	end();
+}
+
+/* Where nobody can say whether its process lives (poll) the peer has another session as well. */
+static void holds_its_pages(void)
+{
+	struct kvd_finding list[4];
+	struct kvd_findings fs = {.list = list, .max = 4};
+
+	KVT_EXPECT(kvd.core.nr_sessions);
+	KVT_EXPECT_EQ(kvd.core.mm.pools[0]->nr[KVD_ACTIVE], 4);
+	KVT_EXPECT(!kvd_audit(&kvd.core, &fs));
+}
+
+/* The @nth call fails while a session is taken up. Return: whether there was one */
+static bool resume_without(u32 nth)
+{
+	char error[KVD_CONFIG_ERROR_BYTES] = "";
+	int status;
+	pid_t pid;
+
+	fflush(stdout);
+	pid = fork();
+	if (!pid) {
+		KVT_EXPECT_EQ(start(error), 0);
+		calls = 0;
+		fail_nth = nth;
+		for (u32 i = 0; i < 8; i++) {
+			kvd.core_next_ns = 0;
+			kvd_turn(&kvd);
+		}
+		status = calls < nth;
+		fail_nth = 0;
+		holds_its_pages();
+		_exit(status);
+	}
+	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	KVT_EXPECT(WIFEXITED(status) && WEXITSTATUS(status) < 2);
+	return !WEXITSTATUS(status);
+}
+
+/* No memory, no descriptor, no peer: whatever fails, the session waits for the next try. */
+KVT_TEST_T(each_call_fails_while_a_session_is_taken_up, 120)
+{
+	const struct kv_msg_pool_open pool = pool_open_msg();
+	u32 nth = 0;
+	bool failed;
+
+	do {
+		struct kvd_image *image;
+		struct kv_msg_hello hello;
+		int s;
+
+		dir_make();
+		history();
+		image = image_map();
+		hello = hello_of(image);
+		s = knock(&hello);
+		KVT_EXPECT_EQ(send(s, &pool, sizeof(pool), 0), sizeof(pool));
+		failed = resume_without(++nth);
+		in_kvmd(holds_its_pages);
+		munmap(image, sizeof(*image));
+		close(s);
+		close(client);
+		end();
+	} while (failed);
+	KVT_NOTE("%u calls", nth - 1);
+	KVT_EXPECT(nth > 8);
+}
+
+/* It has closed its session, or its process is no more: nobody will come. */
+static void closes_it(void)
+{
+	kv_store_release64(&away()->page->closed, 1);
+	no_session();
+}
+
+KVT_TEST(a_peer_that_closes_while_it_is_told)
 {
 	struct kvd_image *image;
 	struct kv_msg_hello hello;
@@ -168,8 +298,8 @@ KVT_TEST(a_peer_that_goes_while_it_is_told)
 	history();
 	image = image_map();
 	hello = hello_of(image);
-	close(knock(&hello));
-	in_kvmd(counts_sessions);
+	knock_and_go(&hello, true);
+	in_kvmd(closes_it);
 	munmap(image, sizeof(*image));
 	close(client);
 	end();
