@@ -412,6 +412,7 @@ int kvd_kept_done(struct kvd *kvd)
 	if (!r)
 		r = kvd_kept_put(kvd, &key, kvd->admin_listen.fd);
 	kept->serving = !r;
+	kvd_keep_serving(&kept->keep);
 	watch_keeper(kvd);
 	return r;
 }

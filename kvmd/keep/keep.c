@@ -19,8 +19,9 @@
 #include "kvmd/dbg/log.h"
 #include "kvmd/keep/talk.h"
 
-#define DYING_MS 500
-#define ANSWER_S 2 /* a keeper that is silent for so long counts as dead */
+#define DYING_MS       500
+#define ANSWER_S       2
+#define ANSWER_START_S 20
 
 /* ----------------------------------------------------------------- starting one */
 
@@ -72,16 +73,22 @@ static int start(struct kvd_keep *k)
 	return r;
 }
 
+static void set_patience(const struct kvd_keep *k, int fd)
+{
+	struct timeval tv = {.tv_sec = k->answer_s};
+
+	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));
+	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
+}
+
 static int connect_to(struct kvd_keep *k)
 {
-	struct timeval tv = {.tv_sec = ANSWER_S};
 	struct sockaddr_un addr = {.sun_family = AF_UNIX};
 	int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), r;
 
 	if (fd < 0)
 		return -errno;
-	setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &tv, sizeof(tv));
-	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &tv, sizeof(tv));
+	set_patience(k, fd); /* connect() waits, too, where many do */
 	strcpy(addr.sun_path, k->path);
 	if (connect(fd, (struct sockaddr *)&addr, sizeof(addr))) {
 		r = -errno;
@@ -92,6 +99,13 @@ static int connect_to(struct kvd_keep *k)
 	return 0;
 }
 
+void kvd_keep_serving(struct kvd_keep *k)
+{
+	k->answer_s = ANSWER_S;
+	if (k->fd >= 0)
+		set_patience(k, k->fd);
+}
+
 int kvd_keep_open(struct kvd_keep *k, const char *state_dir, int die_with,
 		  bool *ret_found)
 {
@@ -100,6 +114,7 @@ int kvd_keep_open(struct kvd_keep *k, const char *state_dir, int die_with,
 	k->fd = -1;
 	k->die_with = die_with;
 	k->nr_started = 0;
+	k->answer_s = KV_MUTANT(hasty_start) ? ANSWER_S : ANSWER_START_S;
 	if ((size_t)snprintf(k->path, sizeof(k->path), "%s/keeper.sock", state_dir) >=
 	    sizeof(k->path))
 		return -ENAMETOOLONG;

@@ -92,6 +92,7 @@ int kvd_keeper_main(int listen_fd, int die_with);
  * @die_with: passed to a keeper that is started
  * @nr_started: keepers started by this process
  * @nr_held: what it said that it holds, when it was asked for the list; 0 it did not say
+ * @answer_s: one that is silent for so long counts as dead
  */
 struct kvd_keep {
 	int fd;
@@ -99,6 +100,7 @@ struct kvd_keep {
 	int die_with;
 	u32 nr_started;
 	u32 nr_held;
+	u32 answer_s;
 };
 
 /**
@@ -109,6 +111,14 @@ struct kvd_keep {
  */
 int kvd_keep_open(struct kvd_keep *k, const char *state_dir, int die_with,
 		  bool *ret_found);
+
+/**
+ * kvd_keep_serving() - the start is over: others wait for us from now on
+ *
+ * At a start it is the other way round: what the keeper has is worth waiting for, also on a
+ * machine that is so busy that it does not answer for seconds.
+ */
+void kvd_keep_serving(struct kvd_keep *k);
 
 /** kvd_keep_put() - keep a fd. Return: 0; -EPIPE there is no keeper any more; -ENFILE it
  * has no room */

@@ -513,6 +513,28 @@ KVT_TEST(replaced_with_a_silent_peer_and_a_lost_extent)
 	end();
 }
 
+/* A machine can be so busy that the keeper says nothing for seconds. */
+KVT_TEST(a_start_waits_for_a_slow_keeper)
+{
+	pid_t slow, again;
+
+	dir_make();
+	history();
+	slow = keeper_but(0);
+	KVT_EXPECT(slow > 0 && !kill(slow, SIGSTOP));
+	again = fork();
+	if (!again) {
+		setsid(); /* also when the case has failed */
+		usleep(3000000);
+		_exit(kill(slow, SIGCONT));
+	}
+	KVT_EXPECT_EQ(pages_now(), 4);
+	KVT_EXPECT_EQ(keeper_but(0), slow);
+	KVT_EXPECT_EQ(waitpid(again, NULL, 0), again);
+	close(client);
+	end();
+}
+
 static bool is_alive(pid_t pid)
 {
 	char text[16];

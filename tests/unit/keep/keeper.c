@@ -292,13 +292,14 @@ KVT_TEST(another_uid_is_not_served)
 	keeper_end();
 }
 
-/* Nobody waits for a keeper that does not answer. */
+/* Who serves does not wait for a keeper that does not answer. */
 KVT_TEST(silent_keeper_counts_as_dead)
 {
 	struct kvd_keep k;
 
 	keeper_start();
 	open_keep(&k);
+	kvd_keep_serving(&k);
 	kill(pid, SIGSTOP);
 	KVT_EXPECT_EQ(put(&k, 1, 'a'), -EPIPE);
 	kill(pid, SIGKILL);
