@@ -239,6 +239,8 @@ KVT_TEST(a_deadline_in_a_resume_costs_no_session)
 	struct kvc *c;
 
 	start();
+	if (ipc_on_cuda())
+		ipc_gpu_context(0);
 	KVT_EXPECT_EQ(kvc_open(&opt, &c), 0);
 	pool = ipc_pool(c);
 	KVT_EXPECT_EQ(kvc_alloc(pool, 8, KV_GFP_NOWAIT, pages), 0);
