@@ -40,6 +40,7 @@
  * softmax, and trips to shared memory. docs/performance-attn.md has the counters.
  */
 #include "kernels/attn_mla_reg_math.cuh"
+#include "kernels/tensor_map.cuh"
 
 #include <errno.h>
 
@@ -361,30 +362,10 @@ __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 /* ------------------------------------------------------------------------------ launcher
  */
 
-typedef CUresult (*reg_encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-				  const cuuint64_t *, const cuuint64_t *,
-				  const cuuint32_t *, const cuuint32_t *,
-				  CUtensorMapInterleave, CUtensorMapSwizzle,
-				  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-static reg_encode_fn reg_encode_find(void)
-{
-	cudaDriverEntryPointQueryResult found;
-	void *fn = NULL;
-
-	if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
-					     cudaEnableDefault, &found) != cudaSuccess ||
-	    found != cudaDriverEntryPointSuccess) {
-		(void)cudaGetLastError();
-		return NULL;
-	}
-	return (reg_encode_fn)fn;
-}
-
 /* The layer's latent parts of all pages; a box is one page's, as [block][token][128]. */
 static int reg_map(const struct attn_params *p, CUtensorMap *map)
 {
-	static const reg_encode_fn encode = reg_encode_find();
+	static const tensor_encode_fn encode = tensor_encode_find();
 	const uint64_t per = 1ull << p->shift;
 	const cuuint64_t dim[5] = {128, TOKENS, LATENT / 128, per,
 				   (p->nr_pages + per - 1) >> p->shift};

@@ -8,32 +8,13 @@
 
 #include "base/mutant.h"
 #include "kernels/attn_prefill.cuh"
-
-typedef CUresult (*pf_encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-				 const cuuint64_t *, const cuuint64_t *,
-				 const cuuint32_t *, const cuuint32_t *,
-				 CUtensorMapInterleave, CUtensorMapSwizzle,
-				 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-static pf_encode_fn pf_encode_find(void)
-{
-	cudaDriverEntryPointQueryResult found;
-	void *fn = NULL;
-
-	if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
-					     cudaEnableDefault, &found) != cudaSuccess ||
-	    found != cudaDriverEntryPointSuccess) {
-		(void)cudaGetLastError();
-		return NULL;
-	}
-	return (pf_encode_fn)fn;
-}
+#include "kernels/tensor_map.cuh"
 
 /* Boxes of 64 rows of 64 values; @dim: columns, rows, then two outer ones. */
 static int pf_map(CUtensorMap *map, const void *base, const uint64_t dim[4],
 		  const uint64_t stride[3])
 {
-	static const pf_encode_fn encode = pf_encode_find();
+	static const tensor_encode_fn encode = tensor_encode_find();
 	const cuuint32_t box[4] = {64, KV_PAGE_TOKENS, 1, 1}, one[4] = {1, 1, 1, 1};
 	cuuint64_t d[4], s[3];
 

@@ -14,6 +14,7 @@
 #include "moe_fp8_wide.cuh"
 #include "moe_start.cuh"
 #include "quant.cuh"
+#include "tensor_map.cuh"
 
 #define PACK_WARPS 8u
 
@@ -102,29 +103,9 @@ __global__ void __launch_bounds__(PACK_WARPS * 32)
 /* -------------------------------------------------------------------------------- launch
  */
 
-typedef CUresult (*f8_encode_fn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-				 const cuuint64_t *, const cuuint64_t *,
-				 const cuuint32_t *, const cuuint32_t *,
-				 CUtensorMapInterleave, CUtensorMapSwizzle,
-				 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-static f8_encode_fn f8_encode_find(void)
-{
-	cudaDriverEntryPointQueryResult found;
-	void *fn = NULL;
-
-	if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000,
-					     cudaEnableDefault, &found) != cudaSuccess ||
-	    found != cudaDriverEntryPointSuccess) {
-		(void)cudaGetLastError();
-		return NULL;
-	}
-	return (f8_encode_fn)fn;
-}
-
 int moe_fp8_map(CUtensorMap *map, const void *base, uint64_t rows, uint64_t cols)
 {
-	static const f8_encode_fn encode = f8_encode_find();
+	static const tensor_encode_fn encode = tensor_encode_find();
 	const cuuint32_t box[4] = {128, 128, 1, 1}, one[4] = {1, 1, 1, 1};
 	const cuuint64_t dim[4] = {cols, rows, 1, 1};
 	const cuuint64_t stride[3] = {cols, cols * rows, cols * rows};
