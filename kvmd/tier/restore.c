@@ -3,9 +3,10 @@
  * tier/restore.c - RESTORE: a page that a lookup misses comes back.
  *
  * From NVMe: a DRAM slot is filled from the disk first and checked, header and digest, and
- * is READY then: also when nobody waits any more. From DRAM: a frame is taken, and while
- * the copier fills it a worker compares the slot's digest again. Only when both are done
- * and right does the frame become a page (own/spill.h).
+ * is READY then: also when nobody waits any more. From DRAM: a frame is taken, the copier
+ * fills it, and then a worker compares the slot's digest. In this order: a bit of the slot
+ * that flips before or during the copy is still wrong afterwards, and kvmd need not read a
+ * GPU's frame. Only when both are right does the frame become a page (own/spill.h).
  *
  * Loop thread only.
  */
@@ -56,7 +57,7 @@ static void frame_publish(struct tier_op *op, struct kvd_pool *pool)
 	t->stats.restores_dram += !op->from_nvme;
 }
 
-/* Copy and digest are both done. */
+/* Copy and digest are both done, or the copy failed. */
 static void frame_done(struct tier_op *op)
 {
 	struct kvd_tiers *t = op->t;
@@ -80,18 +81,6 @@ static void frame_done(struct tier_op *op)
 	restore_over(op);
 }
 
-static void part_done(struct tier_op *op)
-{
-	kv_assert(op->parts);
-	if (--op->parts == 0 || KV_MUTANT(restore_not_fenced))
-		frame_done(op);
-}
-
-void tier_restore_copied(struct tier_op *op)
-{
-	part_done(op);
-}
-
 static void digest_run(struct kvd_work *w)
 {
 	struct tier_op *op = kv_container_of(w, struct tier_op, work);
@@ -105,7 +94,28 @@ static void digest_run(struct kvd_work *w)
 
 static void digest_done(struct kvd_work *w)
 {
-	part_done(kv_container_of(w, struct tier_op, work));
+	struct tier_op *op = kv_container_of(w, struct tier_op, work);
+
+	if (KV_MUTANT(restore_digest_before_copy))
+		tier_copy_queue(op, KVD_TIER_IN);
+	else
+		frame_done(op);
+}
+
+static void digest_start(struct tier_op *op)
+{
+	op->work.run = digest_run;
+	op->work.done = digest_done;
+	kvd_work_submit(op->t->workers, &op->work);
+}
+
+void tier_restore_copied(struct tier_op *op)
+{
+	if (op->copy_status || KV_MUTANT(restore_not_fenced) ||
+	    KV_MUTANT(restore_digest_before_copy))
+		frame_done(op);
+	else
+		digest_start(op);
 }
 
 /*
@@ -142,15 +152,10 @@ static void frame_step(struct tier_op *op)
 		return;
 	}
 	op->hdr = tier_hdr_at(t, op->dram);
-	op->parts = 1;
-	tier_copy_queue(op, KVD_TIER_IN);
-	/* What the disk gave was checked a moment ago. */
-	if (op->from_nvme)
-		return;
-	op->parts = 2;
-	op->work.run = digest_run;
-	op->work.done = digest_done;
-	kvd_work_submit(t->workers, &op->work);
+	if (KV_MUTANT(restore_digest_before_copy))
+		digest_start(op);
+	else
+		tier_copy_queue(op, KVD_TIER_IN);
 }
 
 static void frame_unwait(struct tier_op *op)

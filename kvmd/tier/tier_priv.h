@@ -20,7 +20,6 @@ enum op_kind { OP_FREE, OP_SPILL, OP_RESTORE, OP_WRITE };
  * @parent_key, @root: RESTORE: for the index
  * @tenant: RESTORE: who pays for the frame
  * @deadline_ns: RESTORE: of its read and its wait for a frame
- * @parts: RESTORE: of copy and digest, how many are not done yet
  * @copy_status, @bad: what they came to; @bad is written by a worker
  * @from_nvme: RESTORE: @dram was filled for it
  * @reading: the disk has its buffer
@@ -44,7 +43,6 @@ struct tier_op {
 	bool root;
 	u16 tenant;
 	u64 deadline_ns;
-	u32 parts;
 	int copy_status;
 	enum kvd_page_bad bad;
 	bool from_nvme;

@@ -188,7 +188,7 @@ KVT_TEST(pool_in_use_lets_restores_go)
 	world_close();
 }
 
-/* O37: neither the digest alone nor the copy alone makes a page. */
+/* O37: a page that is being copied is on its way, and found only when that is over. */
 KVT_TEST(o37_page_is_found_after_copy_and_digest)
 {
 	u32 coming;
@@ -200,13 +200,34 @@ KVT_TEST(o37_page_is_found_after_copy_and_digest)
 		memset(frame(w.a->pool, pfn), 0xee, PAGE);
 	w.hold[KVD_TIER_IN] = true;
 	look(w.s, w.a, 1, 4, &coming);
-	settle(); /* digests are done, copies are not */
+	settle(); /* copies are not done */
 	KVT_EXPECT_EQ(look(w.s, w.a, 1, 4, &coming), 0);
 	KVT_EXPECT_EQ(coming, 4);
 	KVT_EXPECT_EQ(w.a->pool->nr[KVD_RESTORING], 4);
 	w.hold[KVD_TIER_IN] = false;
 	settle();
 	KVT_EXPECT_EQ(look(w.s, w.a, 1, 4, NULL), 4);
+	world_close();
+}
+
+/* The digest is taken of bytes that have been copied: what flips before that is noticed. */
+KVT_TEST(o37_bit_that_flips_before_the_copy_is_a_miss)
+{
+	world_open(true, 0);
+	cache(1, 4);
+	evict(w.a, 4);
+	w.hold[KVD_TIER_IN] = true;
+	look(w.s, w.a, 1, 4, NULL);
+	settle();
+	KVT_EXPECT_EQ(w.a->pool->nr[KVD_RESTORING], 4);
+	for (u64 off = 4096 + 1000; off < 4 * 77824; off += 77824)
+		w.dram[off] ^= 1;
+	w.hold[KVD_TIER_IN] = false;
+	settle();
+	KVT_EXPECT_EQ(stats()->bad_digests, 4);
+	KVT_EXPECT_EQ(stats()->restores, 0);
+	KVT_EXPECT_EQ(fetch(1, 4), 4); /* from NVMe */
+	KVT_EXPECT_EQ(w.a->pool->nr[KVD_CACHED], 4);
 	world_close();
 }
 
