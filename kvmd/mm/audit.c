@@ -88,6 +88,10 @@ void kvd_audit_frame(const struct kvd_pool *pool, u32 pfn, struct kvd_findings *
 		kvd_finding_add(fs, 1, pool->id, pfn, "state %u", f->state);
 		return;
 	}
+	if (f->tenant >= KVD_TENANTS_MAX) {
+		kvd_finding_add(fs, 1, pool->id, pfn, "tenant %u", f->tenant);
+		return;
+	}
 	audit_tag(pool, pfn, fs);
 	audit_extent(pool, pfn, fs);
 	if (f->state == KVD_QUARANTINE)
@@ -316,7 +320,8 @@ static const struct kvd_pfn_list *list_of(const struct kvd_pool *pool, u32 pfn)
 {
 	const struct kvd_frame *f = &pool->frames[pfn];
 	const struct kvd_link *link = &pool->links[pfn];
-	const struct kvd_account *acct = pool->mm->accounts[f->tenant];
+	const struct kvd_account *acct =
+		f->tenant < KVD_TENANTS_MAX ? pool->mm->accounts[f->tenant] : NULL;
 	u32 index = kvd_pool_extent_of(pool, pfn);
 
 	switch (f->state) {

@@ -339,6 +339,9 @@ static void page_place(struct work *w, u32 pfn)
 		w->ad->poisoned += backed(pool, pfn);
 		f->pfn = pfn;
 		f->nr_events = KV_MAX(f->nr_events, 1u);
+		if (!KV_MUTANT(poisoned_keeps_its_tenant))
+			f->tenant = 0; /* nothing that it says is to be believed */
+		f->owner = 0;
 		page_dead(w, f, backed(pool, pfn) ? KVD_POISONED : KVD_ABSENT);
 		state = f->state;
 	} else {

@@ -403,6 +403,12 @@ static int finish(struct scene *s, double *ret_damage, struct kv_stat *st)
 	}
 	digests_count(s);
 	*ret_damage = chaos_admin_number(&s->kvmd, "{\"op\":\"audit\"}", "damage");
+	if (*ret_damage > 0) {
+		char *text = chaos_admin(&s->kvmd, "{\"op\":\"audit\"}");
+
+		fprintf(stderr, "kvbench: soak: %s", text ? text : "no answer\n");
+		free(text);
+	}
 	return r;
 }
 

@@ -51,6 +51,23 @@ KVT_TEST(flipped_bit_of_a_record_costs_its_page)
 	}
 }
 
+/* ... and of no tenant: not of the one that its damaged record names. */
+KVT_TEST(poisoned_page_is_nobodys)
+{
+	static const u16 tenants[] = {1, KVD_TENANTS_MAX, 0xffff};
+	u32 pfn;
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(tenants); i++) {
+		begin();
+		pfn = page_in(1, KVD_CACHED);
+		frame(1, pfn)->tenant ^= tenants[i];
+		image->undo.valid = 0;
+		KVT_EXPECT_EQ(adopted().poisoned, 1);
+		KVT_EXPECT_EQ(core.mm.pools[0]->frames[pfn].tenant, 0);
+		end();
+	}
+}
+
 /* A change that was cut short goes back, whichever byte it had reached. */
 KVT_TEST(record_under_change_goes_back)
 {

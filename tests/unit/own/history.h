@@ -17,6 +17,7 @@
 #include "kvmd/own/adopt.h"
 #include "kvmd/own/core.h"
 #include "kvmd/own/image.h"
+#include "kvmd/own/verify.h"
 
 #define STRIDE	    73728ull /* mla_bf16, one layer */
 #define PER_EXTENT  8u
@@ -479,15 +480,29 @@ __attribute__((unused)) static void adopt(struct kvd_core *core, struct kvd_regi
 	kvd_adopt_done(core);
 }
 
+static void findings_show(const struct kvd_findings *fs)
+{
+	for (u32 i = 0; i < KV_MIN(fs->nr, fs->max) && getenv("FUZZ_SHOW"); i++)
+		fprintf(stderr, "I%u pool %u pfn %d: %s\n", fs->list[i].invariant,
+			fs->list[i].pool_id, (int)fs->list[i].pfn, fs->list[i].text);
+}
+
+/* In one go, and in slices as kvmd does it. */
 __attribute__((unused)) static int audit(struct kvd_core *core)
 {
 	struct kvd_finding list[4];
 	struct kvd_findings fs = {.list = list, .max = KV_ARRAY_SIZE(list)};
+	struct kvd_audit_run run = {.findings = fs};
 	int nr = kvd_audit(core, &fs);
 
-	for (u32 i = 0; i < KV_MIN(fs.nr, fs.max) && getenv("FUZZ_SHOW"); i++)
-		fprintf(stderr, "I%u pool %u pfn %d: %s\n", list[i].invariant,
-			list[i].pool_id, (int)list[i].pfn, list[i].text);
+	findings_show(&fs);
+	HISTORY_CHECK(!kvd_audit_begin(core, &run));
+	while (!kvd_audit_step(core, &run, 7))
+		;
+	HISTORY_CHECK(!run.error);
+	findings_show(&run.findings);
+	nr += (int)run.findings.nr;
+	kvd_audit_end(core, &run);
 	return nr;
 }
 
