@@ -186,12 +186,22 @@ static int seq_make(struct spill *s, u32 pass, u32 seq)
 	return r ? kvb_said("seal", r) : 0;
 }
 
+/* Pages that need no copy: free ones and such as reclaim had evicted before. */
+static int pages_free(struct spill *s, u32 *ret_nr)
+{
+	struct kv_stat st;
+	int r = kvc_stat(s->pool, &st);
+
+	*ret_nr = st.nr_free + st.nr_quarantine + st.nr_magazine;
+	return r;
+}
+
 /* As many pages as there are, a batch at a time: each batch waits for reclaim. */
 static int evict_all(struct spill *s, double *ret_rate)
 {
-	u32 nr = s->nr_seqs * SEQ_PAGES, have = 0;
+	u32 nr = s->nr_seqs * SEQ_PAGES, have = 0, unused = 0;
+	int r = pages_free(s, &unused);
 	u64 start_ns = kv_now_ns();
-	int r = 0;
 
 	while (have < nr && !r) {
 		r = kvc_alloc(s->pool, BATCH, KV_GFP_WAIT | KV_GFP_PREFILL,
@@ -204,7 +214,7 @@ static int evict_all(struct spill *s, double *ret_rate)
 		}
 		r = r == KV_PENDING ? 0 : r;
 	}
-	*ret_rate = rate(nr * s->page_bytes, start_ns);
+	*ret_rate = rate((nr - KV_MIN(nr, unused)) * s->page_bytes, start_ns);
 	if (r)
 		return kvb_said("kvc_alloc under pressure", r);
 	for (u32 i = 0; i < nr && !r; i += SEQ_PAGES)
@@ -244,9 +254,12 @@ static int restore_all(struct spill *s, u32 pass, double *ret_rate)
 {
 	struct lane lanes[THREADS];
 	pthread_t threads[THREADS];
+	struct kv_stat st;
+	int r = kvc_stat(s->pool, &st); /* what is cached yet needs no copy */
 	u64 start_ns = kv_now_ns();
-	int r = 0;
 
+	if (r)
+		return kvb_said("kvc_stat", r);
 	s->next_seq = s->restored = 0;
 	for (u32 i = 0; i < THREADS; i++) {
 		lanes[i] = (struct lane){.s = s, .pass = pass};
@@ -257,7 +270,9 @@ static int restore_all(struct spill *s, u32 pass, double *ret_rate)
 		pthread_join(threads[i], NULL);
 		r = lanes[i].error ? lanes[i].error : r;
 	}
-	*ret_rate = rate(s->restored * s->page_bytes, start_ns);
+	*ret_rate =
+		rate((s->restored - KV_MIN(s->restored, st.nr_cached)) * s->page_bytes,
+		     start_ns);
 	return r ? kvb_said("kvc_prefetch", r) : 0;
 }
 
