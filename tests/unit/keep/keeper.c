@@ -45,10 +45,20 @@ static void keeper_start(void)
 	keeper_start_for(getpid());
 }
 
+static void dir_remove(void)
+{
+	struct sockaddr_un addr;
+
+	close(socket_at(&addr));
+	unlink(addr.sun_path);
+	rmdir(dir);
+}
+
 static void keeper_end(void)
 {
 	int status;
 
+	dir_remove();
 	for (int i = 0; i < 2000; i++) {
 		if (waitpid(pid, &status, WNOHANG) == pid) {
 			KVT_EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
@@ -305,12 +315,14 @@ KVT_TEST(silent_keeper_counts_as_dead)
 	kill(pid, SIGKILL);
 	waitpid(pid, NULL, 0);
 	KVT_EXPECT_EQ(put(&k, 1, 'a'), -EPIPE);
+	dir_remove();
 }
 
 static int keeper_of_a_dead(void)
 {
 	keeper_start();
 	usleep(200000); /* it looks for us */
+	dir_remove();
 	_exit(0);
 }
 
