@@ -8,16 +8,17 @@
  * Few tokens are a matter of latency: everything that a token needs is loaded at once, the
  * request being guessed (token t of a batch with q tokens each is of request t / q), and
  * then the row that the position names: two trips to memory, and the store nobody waits
- * for. Many tokens are a matter of instructions; plane_fast.cuh counts them. Shapes that it
- * does not build take a warp per token and plane, of any size.
+ * for. Many tokens are a matter of bytes on their way: a warp takes several, all loaded before
+ * their places are known. Shapes that plane_fast.cuh does not build take a warp per token and
+ * plane, of any size.
  */
 #include "kernels/attn_cuda.h"
 #include "kernels/plane_fast.cuh"
 
-#define APPEND_WARPS 4u
-#define MLA_TOKENS   4u /* of a CTA: a warp for each one's latent, one for all ropes */
-#define MANY_TOKENS  8u /* of a warp, when there are many */
-#define MANY_FROM    4096u
+#define APPEND_WARPS  4u
+#define MLA_TOKENS    4u /* of a CTA: a warp for each one's latent, one for all ropes */
+#define MLA_MANY_FROM 4096u /* tokens from which a warp takes several */
+#define GQA_MANY_FROM 1024u
 
 struct append_params {
 	struct kvk_append_args a;
@@ -179,12 +180,16 @@ KVK_DEV u8 *place_part(const struct append_params &p, const struct append_place 
 }
 
 /* BF16 values of a plane of token @t. */
-KVK_DEV const u16 *append_src(const struct append_params &p, u32 t, u32 plane, u32 dim)
+KVK_DEV const u8 *append_src(const struct append_params &p, u32 t, u32 plane, u32 dim)
 {
-	if (p.a.pages.layout.kind == KV_LAYOUT_MLA)
-		return (const u16 *)(plane ? p.a.rope : p.a.latent) + (size_t)t * dim;
-	return (const u16 *)(plane % 2 ? p.a.v : p.a.k) +
-	       ((size_t)t * (p.nr_planes / 2) + plane / 2) * dim;
+	size_t at = (size_t)t * dim;
+	const void *src = plane ? p.a.rope : p.a.latent;
+
+	if (p.a.pages.layout.kind != KV_LAYOUT_MLA) {
+		at = ((size_t)t * (p.nr_planes / 2) + plane / 2) * dim;
+		src = plane % 2 ? p.a.v : p.a.k;
+	}
+	return (const u8 *)src + at * 2;
 }
 
 KVK_DEV void append_nan(const struct append_params &p, u32 nr)
@@ -199,15 +204,15 @@ KVK_DEV void append_plane(const struct append_params &p, u32 t, u32 plane)
 {
 	const struct dev_plane pl = dev_plane_get(&p.a.pages.layout, p.a.layer, plane);
 	const bool in = t < p.a.batch.nr_tokens;
+	/* nobody writes scales: they do not wait */
+	const struct kvk_quant fixed = fast_fixed<E4M3, TOKEN>(p.a.pages.scales, pl);
 	struct fast_values<CHUNKS> x;
 	struct fast_coded<CHUNKS> coded;
 	struct append_place at;
-	float fixed = 1;
 	u8 *part;
 
+	dev_grid_wait();
 	fast_read<LANES, CHUNKS>(x, append_src(p, t, plane, LANES * CHUNKS * 8), in);
-	if (E4M3 && !TOKEN)
-		fixed = p.a.pages.scales[pl.scale_index];
 	place_find(p, t, &at);
 	fast_encode<LANES, CHUNKS, E4M3, TOKEN>(coded, x, fixed);
 	part = place_part(p, at);
@@ -224,147 +229,116 @@ __global__ void __launch_bounds__(32 * (MLA_TOKENS + 1))
 	const u32 warp = threadIdx.x / 32, t = blockIdx.x * MLA_TOKENS;
 
 	dev_grid_launch();
-	dev_grid_wait();
 	if (warp < MLA_TOKENS)
 		append_plane<32, 2, E4M3, TOKEN>(p, t + warp, 0);
 	else
 		append_plane<8, 1, E4M3, TOKEN>(p, t + threadIdx.x % 32 / 8, 1);
 }
 
-/* Planes of all tokens, one after the other: K and V of head 0, of head 1, ... */
-template <u32 LANES, bool E4M3, bool TOKEN>
+/* N tokens of a warp, latents and ropes: all of them are on their way before their places. */
+template <u32 N, bool E4M3, bool TOKEN>
 __global__ void __launch_bounds__(32 * APPEND_WARPS)
-	append_gqa_kernel(const __grid_constant__ struct append_params p)
-{
-	const u32 at = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;
-
-	dev_grid_launch();
-	dev_grid_wait();
-	append_plane<LANES, 1, E4M3, TOKEN>(p, at / p.nr_planes, at % p.nr_planes);
-}
-
-/* ------------------------------------------------------------------------- many tokens
- */
-
-/*
- * UNROLL items of a warp, item k being plane @plane + k * plane_step of token t + k * t_step;
- * a lane holds the place of token @first + its number.
- */
-struct append_run {
-	u32 t, t_step;
-	u32 plane, plane_step;
-	u32 first;
-};
-
-template <u32 LANES, u32 CHUNKS, u32 UNROLL, bool E4M3, bool TOKEN>
-KVK_DEV void append_many(const struct append_params &p, const struct append_run &run,
-			 u8 *part, u32 slot)
+	append_mla_run_kernel(const __grid_constant__ struct append_params p)
 {
 	const struct kv_layout &l = p.a.pages.layout;
-	struct fast_values<CHUNKS> x[UNROLL];
-	u32 nr_nan = 0;
+	const u32 lane = threadIdx.x % 32, nr = p.a.batch.nr_tokens;
+	const u32 t = (blockIdx.x * APPEND_WARPS + threadIdx.x / 32) * N;
+	const u32 left = t < nr ? nr - t : 0, mine = lane / 8;
+	const struct dev_plane latent = dev_plane_get(&l, p.a.layer, 0);
+	const struct dev_plane rope = dev_plane_get(&l, p.a.layer, 1);
+	const struct kvk_quant fixed = fast_fixed<E4M3, TOKEN>(p.a.pages.scales, latent);
+	struct fast_values<2> x[N];
+	struct fast_values<1> y[1];
+	struct append_place at;
+	u32 nr_nan;
+	u8 *part;
 
-#pragma unroll
-	for (u32 k = 0; k < UNROLL; k++) {
-		const u32 t = run.t + k * run.t_step,
-			  plane = run.plane + k * run.plane_step;
-
-		fast_read<LANES, CHUNKS>(x[k],
-					 append_src(p, t, plane, LANES * CHUNKS * 8),
-					 t < p.a.batch.nr_tokens && plane < p.nr_planes);
-	}
-#pragma unroll
-	for (u32 k = 0; k < UNROLL; k++) {
-		const u32 plane = run.plane + k * run.plane_step;
-		const u32 from = run.t + k * run.t_step - run.first;
-		const bool in = plane < p.nr_planes;
-		const struct dev_plane pl = dev_plane_get(&l, p.a.layer, in ? plane : 0);
-		u8 *to = (u8 *)__shfl_sync(~0u, (u64)part, (int)from);
-		const u32 at = __shfl_sync(~0u, slot, (int)from);
-		struct fast_coded<CHUNKS> coded;
-
-		fast_encode<LANES, CHUNKS, E4M3, TOKEN>(
-			coded, x[k],
-			E4M3 && !TOKEN ? p.a.pages.scales[pl.scale_index] : 1);
-		if (!to || !in)
-			continue;
-		fast_store<LANES, CHUNKS, E4M3, TOKEN>(to, pl, at, coded);
-		nr_nan += coded.nr_nan;
-	}
+	static_assert(N <= 4, "a warp has four ropes at once");
+	dev_grid_launch();
+	dev_grid_wait();
+	fast_read_run<32, 2, N>(x, append_src(p, t, 0, 512), 1024, left);
+	fast_read<8, 1>(y[0], append_src(p, t + mine, 1, 64), mine < N && mine < left);
+	place_find(p, t + lane % N, &at);
+	part = place_part(p, at);
+	nr_nan = fast_store_run<32, 2, N, E4M3, TOKEN>(part, at.slot, 0, latent, x, fixed,
+						       true);
+	nr_nan += fast_store_run<8, 1, 1, E4M3, TOKEN>(part, at.slot, mine, rope, y,
+						       fixed, mine < N);
 	append_nan(p, nr_nan);
 }
 
-/* Eight tokens of a warp: each one's latent, and ropes four at a time. Eight CTAs on an SM (64
- * registers) took 39.5 us for 32,768 tokens instead of 27.9. */
-template <bool E4M3, bool TOKEN>
+/*
+ * N tokens of a warp, in 32 / LANES planes: K and V of head 0, of head 1, ... The warps of a CTA
+ * take the planes of the same tokens, whose values are neighbours; a warp's own slots are
+ * neighbours in the page.
+ */
+template <u32 LANES, u32 N, bool E4M3, bool TOKEN>
 __global__ void __launch_bounds__(32 * APPEND_WARPS)
-	append_mla_many_kernel(const __grid_constant__ struct append_params p)
+	append_gqa_kernel(const __grid_constant__ struct append_params p)
 {
-	const u32 lane = threadIdx.x % 32;
-	const u32 t = (blockIdx.x * APPEND_WARPS + threadIdx.x / 32) * MANY_TOKENS;
+	const u32 lane = threadIdx.x % 32, nr = p.a.batch.nr_tokens;
+	const u32 warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+	const u32 groups = (p.nr_planes + 32 / LANES - 1) / (32 / LANES);
+	const u32 t = warp / groups * N, left = t < nr ? nr - t : 0;
+	const u32 plane = warp % groups * (32 / LANES) + lane / LANES;
+	const bool in = plane < p.nr_planes;
+	const struct dev_plane pl =
+		dev_plane_get(&p.a.pages.layout, p.a.layer, in ? plane : 0);
+	const struct kvk_quant fixed = fast_fixed<E4M3, TOKEN>(p.a.pages.scales, pl);
+	struct fast_values<1> x[N];
 	struct append_place at;
-	u8 *part;
 
+	static_assert(N <= LANES, "a lane of the plane for each scale");
 	dev_grid_launch();
 	dev_grid_wait();
-	place_find(p, t + lane % MANY_TOKENS, &at);
-	part = place_part(p, at);
-	for (u32 k = 0; k < MANY_TOKENS; k += 4)
-		append_many<32, 2, 4, E4M3, TOKEN>(p, {t + k, 1, 0, 0, t}, part, at.slot);
-	append_many<8, 1, MANY_TOKENS / 4, E4M3, TOKEN>(p, {t + lane / 8, 4, 1, 0, t},
-							part, at.slot);
+	fast_read_run<LANES, 1, N>(x, append_src(p, t, plane, LANES * 8),
+				   p.nr_planes * LANES * 8, in ? left : 0);
+	place_find(p, t + lane % N, &at);
+	append_nan(p, fast_store_run<LANES, 1, N, E4M3, TOKEN>(place_part(p, at), at.slot,
+							       0, pl, x, fixed, in));
 }
 
-/* Eight tokens of a warp: 32 / LANES planes of one at a time. */
-template <u32 LANES, bool E4M3, bool TOKEN>
-__global__ void __launch_bounds__(32 * APPEND_WARPS)
-	append_gqa_many_kernel(const __grid_constant__ struct append_params p)
+template <u32 LANES, u32 N, bool E4M3, bool TOKEN>
+static void append_gqa_launch(const struct append_params &p, kvk_stream stream)
 {
-	const u32 lane = threadIdx.x % 32, step = 32 / LANES;
-	const u32 t = (blockIdx.x * APPEND_WARPS + threadIdx.x / 32) * MANY_TOKENS;
-	struct append_place at;
-	u8 *part;
+	const u64 groups = (p.nr_planes + 32 / LANES - 1) / (32 / LANES);
+	const u64 warps = (p.a.batch.nr_tokens + N - 1) / N * groups;
 
-	dev_grid_launch();
-	dev_grid_wait();
-	place_find(p, t + lane % MANY_TOKENS, &at);
-	part = place_part(p, at);
-	for (u32 k = 0; k < MANY_TOKENS; k++)
-		for (u32 plane = 0; plane < p.nr_planes; plane += step * 4)
-			append_many<LANES, 1, 4, E4M3, TOKEN>(
-				p, {t + k, 0, plane + lane / LANES, step, t}, part,
-				at.slot);
+	DEV_LAUNCH_EARLY((append_gqa_kernel<LANES, N, E4M3, TOKEN>),
+			 (u32)((warps + APPEND_WARPS - 1) / APPEND_WARPS),
+			 32 * APPEND_WARPS, stream, p);
+}
+
+/* 32,768 tokens of 8 heads, one, four or eight of a warp: 110, 66, 60 us; 256: 2.8, 3.0, 3.5. */
+template <u32 LANES, bool E4M3, bool TOKEN>
+static void append_gqa_choose(const struct append_params &p, kvk_stream stream)
+{
+	if (p.a.batch.nr_tokens < GQA_MANY_FROM)
+		append_gqa_launch<LANES, 1, E4M3, TOKEN>(p, stream);
+	else
+		append_gqa_launch<LANES, 8, E4M3, TOKEN>(p, stream);
 }
 
 template <bool E4M3, bool TOKEN>
 static void append_fast_launch(const struct append_params &p, u32 shape,
 			       kvk_stream stream)
 {
-	const u32 nr = p.a.batch.nr_tokens, threads = 32 * APPEND_WARPS;
-	const u64 lanes = (u64)nr * p.nr_planes * (shape == FAST_GQA64 ? 8 : 16);
-	const u32 few = (u32)((lanes + threads - 1) / threads);
-	const u32 many =
-		(nr + APPEND_WARPS * MANY_TOKENS - 1) / (APPEND_WARPS * MANY_TOKENS);
+	/* 32,768 tokens, two or four of a warp: FP8 18.8, 19.7 us, BF16 23.2, 22.6 */
+	constexpr u32 RUN = E4M3 ? 2 : 4;
+	const u32 nr = p.a.batch.nr_tokens, tokens = APPEND_WARPS * RUN;
 
-	if (shape == FAST_MLA && nr < MANY_FROM)
+	if (shape == FAST_GQA64)
+		append_gqa_choose<8, E4M3, TOKEN>(p, stream);
+	else if (shape == FAST_GQA128)
+		append_gqa_choose<16, E4M3, TOKEN>(p, stream);
+	else if (nr < MLA_MANY_FROM)
 		DEV_LAUNCH_EARLY((append_mla_kernel<E4M3, TOKEN>),
 				 (nr + MLA_TOKENS - 1) / MLA_TOKENS,
 				 32 * (MLA_TOKENS + 1), stream, p);
-	else if (shape == FAST_MLA)
-		DEV_LAUNCH_EARLY((append_mla_many_kernel<E4M3, TOKEN>), many, threads,
-				 stream, p);
-	else if (nr >= MANY_FROM && shape == FAST_GQA64)
-		DEV_LAUNCH_EARLY((append_gqa_many_kernel<8, E4M3, TOKEN>), many, threads,
-				 stream, p);
-	else if (nr >= MANY_FROM)
-		DEV_LAUNCH_EARLY((append_gqa_many_kernel<16, E4M3, TOKEN>), many, threads,
-				 stream, p);
-	else if (shape == FAST_GQA64)
-		DEV_LAUNCH_EARLY((append_gqa_kernel<8, E4M3, TOKEN>), few, threads,
-				 stream, p);
 	else
-		DEV_LAUNCH_EARLY((append_gqa_kernel<16, E4M3, TOKEN>), few, threads,
-				 stream, p);
+		DEV_LAUNCH_EARLY((append_mla_run_kernel<RUN, E4M3, TOKEN>),
+				 (nr + tokens - 1) / tokens, 32 * APPEND_WARPS, stream,
+				 p);
 }
 
 /* true: launched. */

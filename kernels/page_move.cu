@@ -231,13 +231,13 @@ KVK_DEV void convert_fast(const struct move_params &p, u32 layer, u32 first, u32
 			const u32 i = base + k * step + threadIdx.x / LANES;
 			const u32 plane = first + i / KV_PAGE_TOKENS,
 				  slot = i % KV_PAGE_TOKENS;
-			const struct dev_plane pl = dev_plane_get(&to, layer, plane);
+			const struct dev_plane pl =
+				dev_plane_get(&to, layer, i < nr ? plane : first);
 			const bool keep = i < nr && slot < n;
 			struct fast_coded<CHUNKS> coded;
 
 			fast_encode<LANES, CHUNKS, true, TOKEN>(
-				coded, x[k],
-				TOKEN || !keep ? 1 : p.a.dst.scales[pl.scale_index]);
+				coded, x[k], fast_fixed<true, TOKEN>(p.a.dst.scales, pl));
 			if (keep)
 				fast_store<LANES, CHUNKS, true, TOKEN>(out, pl, slot,
 								       coded);
@@ -300,22 +300,38 @@ KVK_DEV void convert_layer(const struct move_params &p, u32 layer, const u8 *src
 			out[at] = 0;
 }
 
-/* All CTAs of the grid on the SMs at once: a second round would be one of few. */
+/*
+ * All CTAs of the grid on the SMs at once: a second round would be one of few. A lane looks up the
+ * pages of an item each, for 32 items to come.
+ */
 template <u32 SHAPE, bool TOKEN>
 __global__ void __launch_bounds__(MOVE_THREADS, 4)
 	convert_kernel(const __grid_constant__ struct move_params p)
 {
-	const u32 nr_layers = p.a.dst.layout.nr_layers;
+	const u32 nr_layers = p.a.dst.layout.nr_layers, lane = threadIdx.x % 32;
 	const u64 total = (u64)move_rows(p) * nr_layers;
 
-	for (u64 item = blockIdx.x; item < total; item += gridDim.x) {
-		const u32 i = (u32)(item / nr_layers);
-		const u8 *src = move_page(p, i, false);
-		u8 *dst = move_page(p, i, true);
+	for (u64 base = blockIdx.x; base < total; base += 32u * gridDim.x) {
+		const u64 mine = base + lane * gridDim.x;
+		u64 src = 0, dst = 0;
+		u32 n = 0;
 
-		if (src && dst)
-			convert_layer<SHAPE, TOKEN>(p, (u32)(item % nr_layers), src, dst,
-						    move_tokens(p, i));
+		if (mine < total) {
+			const u32 i = (u32)(mine / nr_layers);
+
+			src = (u64)move_page(p, i, false);
+			dst = (u64)move_page(p, i, true);
+			n = move_tokens(p, i);
+		}
+		for (u32 k = 0; k < 32 && base + k * gridDim.x < total; k++) {
+			const u32 layer = (u32)((base + k * gridDim.x) % nr_layers);
+			const u8 *in = (const u8 *)__shfl_sync(~0u, src, (int)k);
+			u8 *out = (u8 *)__shfl_sync(~0u, dst, (int)k);
+			const u32 tokens = __shfl_sync(~0u, n, (int)k);
+
+			if (in && out)
+				convert_layer<SHAPE, TOKEN>(p, layer, in, out, tokens);
+		}
 	}
 }
 

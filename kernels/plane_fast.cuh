@@ -4,9 +4,9 @@
  * and 512 values, aligned. What plane.cuh does for any shape, with a third of its instructions;
  * the bytes are the same.
  *
- * A plane is LANES lanes of CHUNKS * 8 neighbouring values, so a warp stores 32 / LANES planes
- * at once, of whichever tokens. All lanes of the warp take part, also those with nothing to
- * store.
+ * A plane is CHUNKS times LANES lanes of 8 neighbouring values, so a warp stores 32 / LANES
+ * planes at once, of whichever tokens, and each of its loads and stores is of whole sectors. All
+ * lanes of the warp take part, also those with nothing to store.
  *
  * A quotient that decides a code without a division: x has 8 significant bits, a token's scale
  * s has 11 and a tie t between two codes has 5. If x / s is not t, then x and t s are whole
@@ -35,11 +35,11 @@ KVK_DEV u32 fast_word(const uint4 &v, u32 i)
 template <u32 LANES, u32 CHUNKS>
 KVK_DEV void fast_read(struct fast_values<CHUNKS> &x, const void *src, bool in)
 {
-	const uint4 *at = (const uint4 *)src + threadIdx.x % LANES * CHUNKS;
+	const uint4 *at = (const uint4 *)src + threadIdx.x % LANES;
 
 #pragma unroll
 	for (u32 c = 0; c < CHUNKS; c++)
-		x.v[c] = in ? at[c] : make_uint4(0, 0, 0, 0);
+		x.v[c] = in ? at[c * LANES] : make_uint4(0, 0, 0, 0);
 }
 
 /* Larger one of both halves. */
@@ -136,25 +136,6 @@ KVK_DEV u32 fast_quiet(u32 w)
 	       (u32)kvk_f32_to_bf16(kvk_bf16_to_f32((u16)(w >> 16))) << 16;
 }
 
-/* Four codes of two words of bf16; @plain: no NaN, no infinity, a scale of ordinary size. */
-template <bool TOKEN>
-KVK_DEV u32 fast_codes(u32 a, u32 b, const struct kvk_quant &q, bool plain)
-{
-	float x[4] = {kvk_bf16_to_f32((u16)a), kvk_bf16_to_f32((u16)(a >> 16)),
-		      kvk_bf16_to_f32((u16)b), kvk_bf16_to_f32((u16)(b >> 16))};
-
-	if (TOKEN && plain) {
-#pragma unroll
-		for (u32 i = 0; i < 4; i++)
-			x[i] = fast_snap(x[i] * q.inverse);
-	} else {
-		kvk_quant_div(x, q);
-	}
-	if (plain)
-		return arch_f32_e4m3(x[0], x[1]) | arch_f32_e4m3(x[2], x[3]) << 16;
-	return plane_codes(x[0], x[1]) | plane_codes(x[2], x[3]) << 16;
-}
-
 /* What a lane stores: words of its values, and the plane's scale. */
 template <u32 CHUNKS> struct fast_coded {
 	u32 w[CHUNKS * 4]; /* E4M3: the first half */
@@ -166,73 +147,214 @@ template <u32 CHUNKS> struct fast_coded {
 #define FAST_PLAIN_MIN 0x1000u
 #define FAST_PLAIN_END 0x4b00u
 
-/**
- * fast_encode() - a lane's values as its slot will hold them
- * @TOKEN: E4M3 with scales in the page; @E4M3 without: static scales; neither: BF16
- * @fixed: static scale
+/*
+ * Values that fast_encode() leaves: NaN, infinity, scales of unusual size, quotients near a tie.
+ * Out of line and in loops: a kernel of few tokens runs each instruction once and waits for all
+ * that lies between them (four planes of a warp took 5.4 us with this inline, one 2.3).
  */
 template <u32 LANES, u32 CHUNKS, bool E4M3, bool TOKEN>
-KVK_DEV void fast_encode(struct fast_coded<CHUNKS> &r,
-			 const struct fast_values<CHUNKS> &x, float fixed)
+static __device__ __attribute__((noinline)) void
+fast_encode_odd(struct fast_coded<CHUNKS> *r, const struct fast_values<CHUNKS> *x,
+		const struct kvk_quant *fixed)
 {
-	u32 top = fast_top(x);
-	struct kvk_quant q = {};
-	bool plain;
+	struct kvk_quant q = *fixed;
 
-	if (TOKEN)
-		top = fast_lanes_max<LANES>(top);
-	plain = __ballot_sync(~0u, TOKEN ? top - FAST_PLAIN_MIN >=
-						   FAST_PLAIN_END - FAST_PLAIN_MIN
-					 : top >= 0x7f80u) == 0;
-	r.nr_nan = 0;
-	r.scale = 0;
-	if (TOKEN && plain) {
-		r.scale = fast_f16_up(
-			fast_snap(kvk_bf16_to_f32((u16)top) * (1.0f / KVK_E4M3_MAX)));
-		q.inverse = fast_inverse(kvk_f16_to_f32(r.scale));
-	} else if (TOKEN) {
-		top = fast_lanes_max<LANES>(fast_top_finite(x));
-		r.scale = kvk_fp8_token_scale(kvk_bf16_to_f32((u16)top));
-		q = kvk_quant_make(kvk_f16_to_f32(r.scale));
-	} else if (E4M3) {
-		q = kvk_quant_make(fixed);
+	if (TOKEN) {
+		u32 top = fast_lanes_max<LANES>(fast_top_finite(*x));
+
+		r->scale = kvk_fp8_token_scale(kvk_bf16_to_f32((u16)top));
+		q = kvk_quant_make(kvk_f16_to_f32(r->scale));
 	}
-#pragma unroll
+	r->nr_nan = 0;
+#pragma unroll 1
 	for (u32 i = 0; i < CHUNKS * 4; i++) {
-		u32 w = fast_word(x.v[i / 4], i % 4);
+		const u32 w = fast_word(x->v[i / 4], i % 4);
+		float v[2] = {kvk_bf16_to_f32((u16)w), kvk_bf16_to_f32((u16)(w >> 16))};
 
-		if (!plain)
-			r.nr_nan += ((w & 0x7fffu) > 0x7f80u) +
-				    ((w >> 16 & 0x7fffu) > 0x7f80u);
-		if (!E4M3)
-			r.w[i] = plain ? w : fast_quiet(w);
-		else if (i % 2 == 0)
-			r.w[i / 2] = fast_codes<TOKEN>(
-				w, fast_word(x.v[i / 4], i % 4 + 1), q, plain);
+		r->nr_nan += kvk_is_nan(v[0]) + kvk_is_nan(v[1]);
+		if (!E4M3) {
+			r->w[i] = fast_quiet(w);
+			continue;
+		}
+		kvk_quant_div(v, q);
+		if (i % 2 == 0)
+			r->w[i / 2] = plane_codes(v[0], v[1]);
+		else
+			r->w[i / 2] |= plane_codes(v[0], v[1]) << 16;
 	}
 }
 
-/**
- * fast_store() - coded values into their slot
- * @part: the layer's part of the page
+/*
+ * As kvk_quant_near(), but few of the smallest codes: with 2^-6 added, ties between them lie where
+ * those of the next larger ones do.
  */
+KVK_DEV bool fast_near(float v)
+{
+	float m = kvk_absf(v);
+
+	m = m < 0x1p-6f ? m + 0x1p-6f : m;
+	return (kvk_f32_bits(m) & 0xfffffu) - 0x7fff8u <= 16u || !(m <= INFINITY);
+}
+
+/* Codes of a lane's values, from products; false: one of them wants a division. */
+template <u32 CHUNKS, bool TOKEN>
+KVK_DEV bool fast_codes(struct fast_coded<CHUNKS> &r, const struct fast_values<CHUNKS> &x,
+			const struct kvk_quant &q)
+{
+	bool near = !TOKEN && !q.quick;
+
+#pragma unroll
+	for (u32 i = 0; i < CHUNKS * 4; i++) {
+		const u32 w = fast_word(x.v[i / 4], i % 4);
+		float lo = kvk_bf16_to_f32((u16)w) * q.inverse;
+		float hi = kvk_bf16_to_f32((u16)(w >> 16)) * q.inverse;
+		u32 two;
+
+		if (TOKEN) {
+			lo = fast_snap(lo);
+			hi = fast_snap(hi);
+		} else {
+			near |= fast_near(lo) | fast_near(hi);
+		}
+		two = arch_f32_e4m3(lo, hi);
+		r.w[i / 2] = i % 2 ? r.w[i / 2] | two << 16 : two;
+	}
+	return !near;
+}
+
+/**
+ * fast_encode() - a lane's values as its slot will hold them
+ * @TOKEN: E4M3 with scales in the page; @E4M3 without: static scales; neither: BF16
+ * @fixed: static scale; used without TOKEN
+ */
+template <u32 LANES, u32 CHUNKS, bool E4M3, bool TOKEN>
+KVK_DEV void fast_encode(struct fast_coded<CHUNKS> &r,
+			 const struct fast_values<CHUNKS> &x,
+			 const struct kvk_quant &fixed)
+{
+	bool plain;
+
+	r.nr_nan = 0;
+	r.scale = 0;
+	if (TOKEN) {
+		const u32 top = fast_lanes_max<LANES>(fast_top(x));
+		struct kvk_quant q = {};
+
+		/* planes of zeros: any scale of ordinary size gives their codes */
+		plain = __ballot_sync(~0u, top && top - FAST_PLAIN_MIN >=
+							   FAST_PLAIN_END -
+								   FAST_PLAIN_MIN) == 0;
+		r.scale = fast_f16_up(
+			fast_snap(kvk_bf16_to_f32((u16)top) * (1.0f / KVK_E4M3_MAX)));
+		r.scale = top ? r.scale : KVK_F16_ONE;
+		q.inverse = fast_inverse(kvk_f16_to_f32(r.scale));
+		fast_codes<CHUNKS, true>(r, x, q);
+	} else if (E4M3) {
+		plain = fast_codes<CHUNKS, false>(r, x, fixed);
+	} else {
+		plain = fast_top(x) <= 0x7f80u;
+#pragma unroll
+		for (u32 i = 0; i < CHUNKS * 4; i++)
+			r.w[i] = fast_word(x.v[i / 4], i % 4);
+	}
+	if (!plain) {
+		/* copies of their own: x and r stay in registers */
+		const struct fast_values<CHUNKS> odd = x;
+		const struct kvk_quant q = fixed;
+		struct fast_coded<CHUNKS> ret;
+
+		ret.scale = r.scale;
+		fast_encode_odd<LANES, CHUNKS, E4M3, TOKEN>(&ret, &odd, &q);
+		r = ret;
+	}
+}
+
+/* Scale of a plane whose values are stored so; @scales: of the pool, NULL without. */
+template <bool E4M3, bool TOKEN>
+KVK_DEV struct kvk_quant fast_fixed(const float *scales, const struct dev_plane &pl)
+{
+	struct kvk_quant q = {};
+
+	if (E4M3 && !TOKEN)
+		q = kvk_quant_make(scales[pl.scale_index]);
+	return q;
+}
+
+/* Coded values into their slot; @part: the layer's part of the page. */
+template <u32 LANES, u32 CHUNKS, bool E4M3>
+KVK_DEV void fast_put(u8 *part, const struct dev_plane &pl, u32 slot,
+		      const struct fast_coded<CHUNKS> &r)
+{
+	const u32 bytes = E4M3 ? 8 : 16;
+	u8 *to = part + pl.off + (slot * CHUNKS * LANES + threadIdx.x % LANES) * bytes;
+
+#pragma unroll
+	for (u32 c = 0; c < CHUNKS; c++, to += LANES * bytes) {
+		const u32 *w = r.w + c * bytes / 4;
+
+		if (E4M3)
+			*(uint2 *)to = make_uint2(w[0], w[1]);
+		else
+			*(uint4 *)to = make_uint4(w[0], w[1], w[2], w[3]);
+	}
+}
+
+/* As fast_put(), and the scale. */
 template <u32 LANES, u32 CHUNKS, bool E4M3, bool TOKEN>
 KVK_DEV void fast_store(u8 *part, const struct dev_plane &pl, u32 slot,
 			const struct fast_coded<CHUNKS> &r)
 {
-	const u32 lane = threadIdx.x % LANES, bytes = CHUNKS * (E4M3 ? 8 : 16);
-	u8 *to = part + pl.off + (slot * LANES + lane) * bytes;
-
-	if (TOKEN && lane == 0)
+	if (TOKEN && threadIdx.x % LANES == 0)
 		*(u16 *)(part + pl.scale_off + slot * pl.scale_step) = r.scale;
-	if (bytes == 8) {
-		*(uint2 *)to = make_uint2(r.w[0], r.w[1]);
-		return;
+	fast_put<LANES, CHUNKS, E4M3>(part, pl, slot, r);
+}
+
+/* The first @nr of N tokens' values of a plane, @stride bytes apart. */
+template <u32 LANES, u32 CHUNKS, u32 N>
+KVK_DEV void fast_read_run(struct fast_values<CHUNKS> (&x)[N], const u8 *src, u32 stride,
+			   u32 nr)
+{
+#pragma unroll
+	for (u32 k = 0; k < N; k++)
+		fast_read<LANES, CHUNKS>(x[k], src + k * stride, k < nr);
+}
+
+/**
+ * fast_store_run() - N tokens' values of a plane into their slots
+ * @part, @slot: of the token that lane @first + k holds, for k = 0 .. N - 1; a part of NULL is
+ *	nowhere
+ * @in: this lane's plane is one
+ *
+ * The scales of a run are neighbours: one store of a lane each. Return: NaN values of the lane.
+ */
+template <u32 LANES, u32 CHUNKS, u32 N, bool E4M3, bool TOKEN>
+KVK_DEV u32 fast_store_run(u8 *part, u32 slot, u32 first, const struct dev_plane &pl,
+			   const struct fast_values<CHUNKS> (&x)[N],
+			   const struct kvk_quant &fixed, bool in)
+{
+	u16 scale = 0;
+	u32 nr_nan = 0;
+	u8 *scale_to = NULL;
+
+#pragma unroll
+	for (u32 k = 0; k < N; k++) {
+		u8 *to = (u8 *)__shfl_sync(~0u, (u64)part, (int)(first + k));
+		const u32 at = __shfl_sync(~0u, slot, (int)(first + k));
+		struct fast_coded<CHUNKS> coded;
+
+		fast_encode<LANES, CHUNKS, E4M3, TOKEN>(coded, x[k], fixed);
+		if (!to || !in)
+			continue;
+		fast_put<LANES, CHUNKS, E4M3>(to, pl, at, coded);
+		if (TOKEN && threadIdx.x % LANES == k) {
+			scale = coded.scale;
+			scale_to = to + pl.scale_off + at * pl.scale_step;
+		}
+		nr_nan += coded.nr_nan;
 	}
-	*(uint4 *)to = make_uint4(r.w[0], r.w[1], r.w[2], r.w[3]);
-	if (bytes == 32)
-		((uint4 *)to)[1] = make_uint4(r.w[CHUNKS * 4 - 4], r.w[CHUNKS * 4 - 3],
-					      r.w[CHUNKS * 4 - 2], r.w[CHUNKS * 4 - 1]);
+	if (TOKEN && scale_to)
+		*(u16 *)scale_to = scale;
+	return nr_nan;
 }
 
 /* enum fast_shape - planes that are built */
