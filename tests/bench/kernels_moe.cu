@@ -531,6 +531,7 @@ static int fp8_lines(struct kvb_ctx *ctx)
 {
 	static const struct model fp8[] = {
 		{"glm5 full", 256, 6144, 2048, 128, {}, {}, {}},
+		{"glm5 tp8", 256, 6144, 256, 128, {}, {}, {}},
 		{"k2 full", 384, 7168, 2048, 128, {}, {}, {}},
 	};
 	int r = 0;
