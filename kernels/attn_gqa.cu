@@ -30,7 +30,8 @@
  * P stays in the good range of f16.
  *
  * At a segment's end the warps of a head merge through shared memory in a fixed order
- * (attn_gqa_merge.cuh). A unit cut between CTAs goes on in plan_finish(). The next segment's
+ * (attn_gqa_merge.cuh). A unit cut between CTAs goes on in plan_finish(), in steps of
+ * few units in quick_finish(). The next segment's
  * description and queries are read while the last one is being merged. Tour 10/12.
  */
 #include "kernels/attn_gqa_merge.cuh"
@@ -39,7 +40,7 @@
 #include <math.h>
 
 /* The warp's end of a segment: merge, write, and count a split unit's part in. */
-template <int HD, bool FP8>
+template <int HD, bool FP8, bool QUICK>
 KVK_DEV void finish_segment(const struct attn_params &p, const struct gqa_seg &g,
 			    const struct gqa_role &role, uint32_t nth, gqa_acc<HD> &acc,
 			    gqa_smem<HD, FP8> *sm, float sv)
@@ -48,11 +49,15 @@ KVK_DEV void finish_segment(const struct attn_params &p, const struct gqa_seg &g
 
 	settle<HD>(acc, sv);
 	if (g.hbs == 1 && role.nm == 1) {
-		merge_wide<HD, FP8>(p, g, role.slot < g.nr_pieces, acc, sm);
-		if (s.nr_parts > 1 && threadIdx.x < 32)
+		merge_wide<HD, FP8, QUICK>(p, g, role.slot < g.nr_pieces, acc, sm);
+		if (QUICK && s.nr_parts > 1 && threadIdx.x < 32)
+			quick_arrive(s, &sm->quick[s.part == 0]);
+		else if (s.nr_parts > 1 && threadIdx.x < 32)
 			plan_arrive(p, s, s.nr_parts, &sm->pend[s.part == 0]);
 		return;
 	}
+	if (QUICK) /* one head, 16 rows */
+		return;
 	if (!merge_warps<HD, FP8>(role, g.hbs, nth, role.slot < g.nr_pieces, acc, sm))
 		return;
 	if (g.poisoned)
@@ -110,7 +115,7 @@ KVK_DEV void consume_pieces(const struct attn_params &p, const struct gqa_seg &g
 }
 
 /* A consumer warp: all segments of the CTA. */
-template <int HD, bool FP8>
+template <int HD, bool FP8, bool QUICK>
 KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, FP8> *sm)
 {
 	using C = gqa_cfg<HD, FP8>;
@@ -147,7 +152,7 @@ KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, F
 		if (!g.ok)
 			write_nan<HD>(p, g);
 		else if (!role.idle)
-			finish_segment<HD, FP8>(
+			finish_segment<HD, FP8, QUICK>(
 				p, g, role, nth++, acc, sm,
 				FP8 ? (p.token_scales ? acc.sv_max : pc.sv) : 1.f);
 		g = sm->segs[(i + 1) % SEG_RING];
@@ -160,7 +165,12 @@ KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, F
 		const struct plan_pending *pend = &sm->pend[i];
 		uint32_t hbs = sm->hbs;
 
-		if (pend->epoch)
+		if (QUICK && sm->quick[i].arrived)
+			quick_finish<HD, gqa_row_elem<HD>, 1>(
+				p, &sm->quick[i], sm->quick[i].s.q_len * p.group,
+				(struct plan_part *)sm->part, &sm->flag, threadIdx.x,
+				BAR_ALL, NR_WARPS * 32);
+		if (!QUICK && pend->epoch)
 			plan_finish<HD, gqa_row_elem<HD>, 1>(
 				p, pend, hbs, pend->s.q_len * p.group * hbs,
 				pend->s.nr_parts * hbs * role.nm,
@@ -169,7 +179,7 @@ KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, F
 	}
 }
 
-template <int HD, bool FP8>
+template <int HD, bool FP8, bool QUICK>
 __global__ void __launch_bounds__(NR_THREADS, 1)
 	attn_gqa_kernel(const __grid_constant__ struct attn_params p)
 {
@@ -178,6 +188,9 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 	gqa_smem<HD, FP8> *sm = (gqa_smem<HD, FP8> *)smem_raw;
 	const uint32_t warp = threadIdx.x / 32;
 
+	if (QUICK && (p.flags & KVK_ATTN_LATE) && blockIdx.x % 8 == 3)
+		for (long long start = clock64(); clock64() - start < 10 * PLAN_PATIENCE;)
+			;
 	if (threadIdx.x == 0) {
 		uint32_t nm = role_of(p, 0).nm;
 
@@ -190,6 +203,9 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 			sm->arrived[i] = sm->merged[i] = 0;
 		for (int i = 0; i < 2; i++)
 			sm->pend[i].epoch = sm->pend[i].last = 0;
+		for (int i = 0; QUICK && i < 2; i++)
+			sm->quick[i].epoch = sm->quick[i].arrived = sm->quick[i].known =
+				0;
 		mbar_init_fence();
 	}
 	__syncthreads();
@@ -198,16 +214,19 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 		regs_dec<40>();
 		if (warp == NR_WARPS)
 			produce<HD, FP8>(p, p.mem.ctas[blockIdx.x], *p.step, sm);
+		else if (QUICK && warp <= NR_WARPS + 2)
+			quick_enlist<HD>(p, p.mem.ctas[blockIdx.x], warp - NR_WARPS - 1,
+					 &sm->quick[warp - NR_WARPS - 1]);
 	} else {
 		regs_inc<232>();
-		consume<HD, FP8>(p, p.mem.ctas[blockIdx.x].count, sm);
+		consume<HD, FP8, QUICK>(p, p.mem.ctas[blockIdx.x].count, sm);
 	}
 }
 
 /* ----------------------------------------------------------------------------- launcher
  */
 
-template <int HD, bool FP8>
+template <int HD, bool FP8, bool QUICK>
 static int launch(const struct kvk_attn_args *a, const struct attn_params *p,
 		  uint32_t nr_ctas, cudaStream_t stream)
 {
@@ -217,7 +236,7 @@ static int launch(const struct kvk_attn_args *a, const struct attn_params *p,
 	cudaLaunchConfig_t cfg = {};
 
 	static_assert(C::STAGES >= 4, "the ring is too short");
-	if (cudaFuncSetAttribute(attn_gqa_kernel<HD, FP8>,
+	if (cudaFuncSetAttribute(attn_gqa_kernel<HD, FP8, QUICK>,
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 (int)smem) != cudaSuccess)
 		return -EIO;
@@ -229,7 +248,7 @@ static int launch(const struct kvk_attn_args *a, const struct attn_params *p,
 	cfg.stream = stream;
 	cfg.attrs = &attr;
 	cfg.numAttrs = 1;
-	if (cudaLaunchKernelEx(&cfg, attn_gqa_kernel<HD, FP8>, *p) != cudaSuccess)
+	if (cudaLaunchKernelEx(&cfg, attn_gqa_kernel<HD, FP8, QUICK>, *p) != cudaSuccess)
 		return -EIO;
 	return 0;
 }
@@ -254,6 +273,12 @@ static bool gqa_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 	s.row_dim = l->head_dim;
 	s.hbs_force = a->flags >> 24 & 15;
 	s.tiles_min = 4; /* less is not worth a part to merge */
+	/* Few units: all are cut, and merging is what counts; choose_hbs() says 1 then.
+	 * Measured slower with BF16 pages. */
+	s.quick_able =
+		l->dtype == KV_DTYPE_E4M3 && l->head_dim == 128 && s.unit_rows <= 16;
+	s.quick = s.quick_able && !s.hbs_force &&
+		  a->batch.nr_requests <= s.nr_ctas / 2 / s.nr_heads;
 	*ret_s = s;
 	return s.nr_ctas > 0;
 }
@@ -292,9 +317,11 @@ int kvk_attn_gqa_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 		r = plan_launch(a, &s, &p.mem, st);
 	if (r)
 		return r;
+	if (s.quick)
+		return launch<128, true, true>(a, &p, s.nr_ctas, st);
 	if (l->dtype == KV_DTYPE_E4M3)
-		return l->head_dim == 128 ? launch<128, true>(a, &p, s.nr_ctas, st)
-					  : launch<64, true>(a, &p, s.nr_ctas, st);
-	return l->head_dim == 128 ? launch<128, false>(a, &p, s.nr_ctas, st)
-				  : launch<64, false>(a, &p, s.nr_ctas, st);
+		return l->head_dim == 128 ? launch<128, true, false>(a, &p, s.nr_ctas, st)
+					  : launch<64, true, false>(a, &p, s.nr_ctas, st);
+	return l->head_dim == 128 ? launch<128, false, false>(a, &p, s.nr_ctas, st)
+				  : launch<64, false, false>(a, &p, s.nr_ctas, st);
 }

@@ -6,7 +6,7 @@
 #ifndef KVK_ATTN_GQA_FEED_CUH
 #define KVK_ATTN_GQA_FEED_CUH
 
-#include "kernels/attn_plan.cuh"
+#include "kernels/attn_quick.cuh"
 
 #define NR_WARPS 8 /* consumers */
 #define NR_THREADS \
@@ -53,6 +53,7 @@ template <int HD, bool FP8> struct gqa_smem {
 	uint8_t scales[C::LONG][C::SCALES ? C::SCALES : 16];
 	float2 ml[NR_WARPS][16];
 	struct plan_pending pend[2];   /* first, last segment */
+	struct quick_pending quick[2]; /* ... of a quick step */
 	struct gqa_seg segs[SEG_RING]; /* written by the producer */
 	uint64_t full[C::LONG];
 	uint64_t empty[C::LONG];

@@ -138,12 +138,14 @@ KVK_DEV void write_rows(const struct attn_params &p, const struct gqa_seg &g,
 }
 
 /* Write the lane's @q-th quads (acc.o[0], acc.o[1]) to the output or to the unit's slot. */
-template <int HD, bool FP8>
+template <int HD, bool FP8, bool QUICK>
 KVK_DEV void write_quads(const struct attn_params &p, const struct gqa_seg &g, uint32_t q,
-			 const gqa_acc<HD> &acc)
+			 const gqa_acc<HD> &acc, gqa_smem<HD, FP8> *sm)
 {
 	const uint32_t lane = threadIdx.x & 31, rows = g.s.q_len * p.group;
-	float *slot = g.s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(g.s, g.s.part)) : NULL;
+	float *slot = QUICK		 ? quick_dest(p, g.s, sm->quick)
+		      : g.s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(g.s, g.s.part))
+					 : NULL;
 
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
@@ -157,9 +159,13 @@ KVK_DEV void write_quads(const struct attn_params &p, const struct gqa_seg &g, u
 			v = make_float4(v.x, v.z, v.y, v.w);
 		if (row >= rows)
 			continue;
-		if (slot && lane % 4 == 0 && q == 0)
+		if (QUICK && slot && lane % 4 == 0 && q == 0)
+			slot_store2(slot + 2 * row, acc.m[h], acc.l[h]);
+		else if (slot && lane % 4 == 0 && q == 0)
 			((float2 *)slot)[row] = make_float2(acc.m[h], acc.l[h]);
-		if (slot)
+		if (QUICK && slot)
+			slot_store4(slot + slot_o_off(rows) + (size_t)row * HD + d, v);
+		else if (slot)
 			*(float4 *)(slot + slot_o_off(rows) + (size_t)row * HD + d) = v;
 		else
 			out_store4(
@@ -169,7 +175,7 @@ KVK_DEV void write_quads(const struct attn_params &p, const struct gqa_seg &g, u
 }
 
 /* Fold quads @q of all lanes over the warps and write them; merge_wide() says how. */
-template <int HD, bool FP8>
+template <int HD, bool FP8, bool QUICK>
 KVK_DEV void merge_quads(const struct attn_params &p, const struct gqa_seg &g, uint32_t q,
 			 gqa_smem<HD, FP8> *sm)
 {
@@ -218,7 +224,7 @@ KVK_DEV void merge_quads(const struct attn_params &p, const struct gqa_seg &g, u
 	}
 	if (g.poisoned)
 		acc.l[0] = acc.l[1] = NAN;
-	write_quads<HD, FP8>(p, g, q, acc);
+	write_quads<HD, FP8, QUICK>(p, g, q, acc, sm);
 }
 
 /* NaN for a request that failed its check. */
@@ -291,7 +297,7 @@ KVK_DEV bool merge_warps(const struct gqa_role &role, uint32_t hbs, uint32_t nth
  * values of a lane's @q-th quads over all warps, in warp order, and writes them. Ends with
  * the CTA's slot (or output) written and part[] free.
  */
-template <int HD, bool FP8>
+template <int HD, bool FP8, bool QUICK>
 KVK_DEV void merge_wide(const struct attn_params &p, const struct gqa_seg &g, bool worked,
 			gqa_acc<HD> &acc, gqa_smem<HD, FP8> *sm)
 {
@@ -308,7 +314,7 @@ KVK_DEV void merge_wide(const struct attn_params &p, const struct gqa_seg &g, bo
 				make_float2(acc.m[h], worked ? acc.l[h] : -1.f);
 	bar_sync(BAR_ALL, NR_WARPS * 32);
 	for (uint32_t q = warp; q < HD / 16; q += NR_WARPS)
-		merge_quads<HD, FP8>(p, g, q, sm);
+		merge_quads<HD, FP8, QUICK>(p, g, q, sm);
 	bar_sync(BAR_ALL, NR_WARPS * 32);
 }
 

@@ -19,6 +19,7 @@ struct plan_args {
 };
 
 #define PLAN_THREADS 1024
+#define PLAN_FILLERS 32 /* CTAs that empty the slots of a quick step */
 
 /* Blocks of heads (query rows) of a request with @q_len tokens. */
 KVK_DEV uint32_t blocks_of(const struct plan_args &a, uint32_t q_len, uint32_t hbs)
@@ -173,6 +174,20 @@ KVK_DEV uint32_t choose_ctas(const struct plan_args &a, uint32_t units, uint32_t
 	return min(n, total);
 }
 
+/* The half of the slots that the first launch writes becomes empty. */
+KVK_DEV void empty_slots(const struct plan_args &a)
+{
+	const uint32_t quads = a.mem.quick_floats / 4;
+	const float hole = __uint_as_float(PLAN_HOLE);
+
+	for (uint32_t i = blockIdx.x - 1; i < 2 * a.shape.nr_ctas; i += PLAN_FILLERS) {
+		float4 *slot = (float4 *)slot_ptr(a.mem, i);
+
+		for (uint32_t e = threadIdx.x; e < quads; e += PLAN_THREADS)
+			slot[e] = make_float4(hole, hole, hole, hole);
+	}
+}
+
 __global__ void __launch_bounds__(PLAN_THREADS)
 	attn_plan_kernel(const __grid_constant__ struct plan_args a)
 {
@@ -182,6 +197,10 @@ __global__ void __launch_bounds__(PLAN_THREADS)
 	uint32_t r_lo = min(threadIdx.x * per, a.nr_requests);
 	uint32_t r_hi = min(r_lo + per, a.nr_requests);
 
+	if (blockIdx.x) {
+		empty_slots(a);
+		return;
+	}
 	for (uint32_t i = threadIdx.x; i < PLAN_SLOTS * (1 + PLAN_SLICES);
 	     i += PLAN_THREADS)
 		a.mem.counters[i] = 0;
@@ -226,18 +245,31 @@ static size_t take(size_t *at, size_t bytes)
 	return off;
 }
 
+/* Floats of a slot of a unit of @rows rows. */
+uint32_t plan_slot_size(uint32_t rows, uint32_t dim)
+{
+	return ((2 * rows + 3) & ~3u) + rows * dim;
+}
+
 /* Bytes of the workspace; with @ret_mem also where its parts lie in a->workspace. */
 size_t plan_workspace(const struct kvk_attn_args *a, const struct plan_shape *s,
 		      struct plan_mem *ret_mem)
 {
 	size_t at = 0, units = (size_t)a->batch.nr_requests * s->nr_heads + PLAN_CTAS_MAX;
-	uint32_t rows = s->hbs_max * s->unit_rows;
-	uint32_t slot = ((2 * rows + 3) & ~3u) + rows * s->row_dim;
-	size_t ctas = take(&at, PLAN_CTAS_MAX * sizeof(struct plan_cta));
-	size_t counters = take(&at, PLAN_SLOTS * (1 + PLAN_SLICES) * sizeof(uint32_t));
-	size_t prefix = take(&at, ((size_t)a->batch.nr_requests + 1) * sizeof(uint32_t));
-	size_t segs = take(&at, units * sizeof(struct plan_seg));
-	size_t slots = take(&at, (size_t)PLAN_SLOTS * slot * sizeof(float));
+	uint32_t slot = plan_slot_size(s->hbs_max * s->unit_rows, s->row_dim);
+	uint32_t quick = 0;
+	size_t ctas, counters, prefix, segs, slots;
+
+	/* as much in every step, few units or not: who allocates may do so once */
+	if (s->quick_able) {
+		quick = plan_slot_size(s->unit_rows, s->row_dim);
+		slot = slot > 2 * quick ? slot : 2 * quick;
+	}
+	ctas = take(&at, PLAN_CTAS_MAX * sizeof(struct plan_cta));
+	counters = take(&at, PLAN_SLOTS * (1 + PLAN_SLICES) * sizeof(uint32_t));
+	prefix = take(&at, ((size_t)a->batch.nr_requests + 1) * sizeof(uint32_t));
+	segs = take(&at, units * sizeof(struct plan_seg));
+	slots = take(&at, (size_t)PLAN_SLOTS * slot * sizeof(float));
 
 	if (ret_mem) {
 		uint8_t *w = (uint8_t *)a->workspace;
@@ -248,6 +280,7 @@ size_t plan_workspace(const struct kvk_attn_args *a, const struct plan_shape *s,
 		ret_mem->segs = (struct plan_seg *)(w + segs);
 		ret_mem->slots = (float *)(w + slots);
 		ret_mem->slot_floats = slot;
+		ret_mem->quick_floats = s->quick ? quick : 0;
 	}
 	return at;
 }
@@ -263,7 +296,8 @@ int plan_launch(const struct kvk_attn_args *a, const struct plan_shape *s,
 	args.nr_requests = a->batch.nr_requests;
 	args.shape = *s;
 	args.mem = *mem;
-	attn_plan_kernel<<<1, PLAN_THREADS, 0, stream>>>(args);
+	attn_plan_kernel<<<1 + (mem->quick_floats ? PLAN_FILLERS : 0), PLAN_THREADS, 0,
+			   stream>>>(args);
 	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
 }
 
@@ -301,7 +335,8 @@ int plan_params(const struct kvk_attn_args *a, struct attn_params *ret_p)
 									  : 0) |
 		(KV_MUTANT(row_range) || KV_MUTANT(cuda_attn_row_range) ? DEV_NO_ROW_RANGE
 									: 0) |
-		(KV_MUTANT(cuda_attn_no_length) ? PLAN_NO_LENGTH : 0);
+		(KV_MUTANT(cuda_attn_no_length) ? PLAN_NO_LENGTH : 0) |
+		(KV_MUTANT(cuda_attn_no_marks) ? PLAN_NO_MARKS : 0);
 	p.layer = a->layer;
 	p.layer_off = (uint64_t)kv_layer_stride(l) * a->layer;
 	p.rows = a->batch.rows;

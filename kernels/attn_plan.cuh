@@ -15,6 +15,7 @@
  *
  * Counters only grow (within a step; the schedule's kernel zeroes them): arrivals of the
  * n-th launch go from (n - 1) * total to n * total, and n, the epoch, marks slices taken.
+ * GQA steps of few units do without counting; attn_quick.cuh says how.
  *
  * Slots: CTA c's first segment (part > 0) uses slot 2c, its last (part 0) slot 2c + 1.
  */
@@ -28,7 +29,8 @@
 #define PLAN_CTAS_MAX 160u
 #define PLAN_SLOTS    (2 * PLAN_CTAS_MAX)
 #define PLAN_SLICES   64u
-#define PLAN_PATIENCE 30000 /* clocks that a CTA waits for a unit's other parts */
+#define PLAN_HOLE     0xffffffffu /* a word of a quick slot that is not written yet */
+#define PLAN_PATIENCE 30000	  /* clocks that a CTA waits for a unit's other parts */
 
 /* One CTA's share of one unit. */
 struct plan_seg {
@@ -62,6 +64,7 @@ struct plan_mem {
 	uint32_t *prefix;      /* [nr_requests + 1] */
 	float *slots;	       /* [PLAN_SLOTS][slot_floats] */
 	uint32_t slot_floats;
+	uint32_t quick_floats; /* of half a slot; 0: ordinary slots */
 };
 
 struct attn_params {
@@ -93,6 +96,7 @@ struct attn_params {
 };
 
 #define PLAN_NO_LENGTH 0x100u /* beside DEV_NO_* */
+#define PLAN_NO_MARKS  0x200u
 
 #define PLAN_LOG2E     1.4426950408889634f
 
@@ -218,6 +222,15 @@ struct plan_pending {
 	uint32_t last;	/* this CTA arrived last */
 };
 
+/* How slots are read: whether words may still be missing, and since when one waits. */
+struct plan_wait {
+	const uint32_t *counter;
+	uint32_t target; /* *counter when all CTAs of the unit have begun */
+	uint32_t half;	 /* floats to add to a slot's address */
+	bool gave_up;
+	long long start; /* clocks */
+};
+
 /* What a merging thread holds of an output float4. */
 struct plan_part {
 	float4 o;
@@ -281,6 +294,12 @@ KVK_DEV bool plan_all_in(const struct attn_params &p, const struct plan_pending 
 	return *(volatile uint32_t *)flag;
 }
 
+template <int D, int U, int PB>
+KVK_DEV void quick_read(const struct attn_params &p, const struct plan_seg &s,
+			uint32_t o_off, uint32_t e, uint32_t stride, uint32_t end,
+			uint32_t first, uint32_t step, struct plan_wait &w,
+			struct plan_part *r);
+
 /*
  * Parts first, first + step, ... of float4s e, e + stride, ... of a unit to r[U]; reads U x PB
  * slots at once.
@@ -330,11 +349,11 @@ KVK_DEV void plan_read(const struct attn_params &p, const struct plan_seg &s,
  * Merge float4s @lo .. @hi - 1 of a unit. Teams of @ways warps share U groups of 32 float4s, each
  * warp reading every ways-th part; @scratch: [threads][U].
  */
-template <int D, plan_row_off ROW, int U, int PB>
+template <int D, plan_row_off ROW, int U, int PB, bool QUICK>
 KVK_DEV void plan_slice(const struct attn_params &p, const struct plan_seg &s,
 			uint32_t hbs, uint32_t rows, uint32_t lo, uint32_t hi,
-			uint32_t ways, struct plan_part *scratch, int tid, int bar,
-			int nr_threads)
+			uint32_t ways, struct plan_wait &w, struct plan_part *scratch,
+			int tid, int bar, int nr_threads)
 {
 	const uint32_t lane = tid & 31, warp = tid / 32;
 	const uint32_t teams = nr_threads / 32 / ways, way = warp % ways;
@@ -345,20 +364,25 @@ KVK_DEV void plan_slice(const struct attn_params &p, const struct plan_seg &s,
 			warp < teams * ways ? at + (warp / ways) * 32 * U + lane : hi;
 		struct plan_part r[U];
 
-		if (e0 < hi)
+		if constexpr (QUICK) {
+			if (e0 < hi)
+				quick_read<D, U, PB>(p, s, slot_o_off(rows), e0, 32, hi,
+						     way, ways, w, r);
+		} else if (e0 < hi) {
 			plan_read<D, U, PB>(p, s, slot_o_off(rows), e0, 32, hi, way, ways,
 					    r);
+		}
 		if (ways > 1) {
 #pragma unroll
 			for (int u = 0; u < U; u++)
 				scratch[u * nr_threads + warp * 32 + lane] = r[u];
 			bar_sync(bar, nr_threads);
-			for (uint32_t w = 1; w < ways && way == 0 && e0 < hi; w++)
+			for (uint32_t k = 1; k < ways && way == 0 && e0 < hi; k++)
 #pragma unroll
 				for (int u = 0; u < U; u++) {
 					const struct plan_part *o =
 						&scratch[u * nr_threads +
-							 (warp + w) * 32 + lane];
+							 (warp + k) * 32 + lane];
 
 					part_add(r[u], o->o, o->m, o->l);
 				}
@@ -380,10 +404,11 @@ KVK_DEV void plan_slice(const struct attn_params &p, const struct plan_seg &s,
 }
 
 /* Merge slice @slice of @nr_slices: with few parts more values at once. */
-template <int D, plan_row_off ROW, int WIDE>
+template <int D, plan_row_off ROW, int WIDE, bool QUICK>
 KVK_DEV void plan_merge(const struct attn_params &p, const struct plan_seg &s,
 			uint32_t hbs, uint32_t rows, uint32_t slice, uint32_t nr_slices,
-			struct plan_part *scratch, int tid, int bar, int nr_threads)
+			struct plan_wait &w, struct plan_part *scratch, int tid, int bar,
+			int nr_threads)
 {
 	const uint32_t total = rows * (D / 4);
 	const uint32_t lo = slice * total / nr_slices,
@@ -391,14 +416,14 @@ KVK_DEV void plan_merge(const struct attn_params &p, const struct plan_seg &s,
 	const uint32_t ways = s.nr_parts <= 10 ? 1 : s.nr_parts <= 40 ? 4 : 8;
 
 	if (WIDE && s.nr_parts <= 2 && hi - lo > (uint32_t)nr_threads)
-		plan_slice<D, ROW, WIDE ? 4 * WIDE : 1, 2>(p, s, hbs, rows, lo, hi, 1,
-							   scratch, tid, bar, nr_threads);
+		plan_slice<D, ROW, WIDE ? 4 * WIDE : 1, 2, QUICK>(
+			p, s, hbs, rows, lo, hi, 1, w, scratch, tid, bar, nr_threads);
 	else if (WIDE && s.nr_parts <= 5 && hi - lo > (uint32_t)nr_threads)
-		plan_slice<D, ROW, WIDE ? 2 * WIDE : 1, 5>(p, s, hbs, rows, lo, hi, 1,
-							   scratch, tid, bar, nr_threads);
+		plan_slice<D, ROW, WIDE ? 2 * WIDE : 1, 5, QUICK>(
+			p, s, hbs, rows, lo, hi, 1, w, scratch, tid, bar, nr_threads);
 	else
-		plan_slice<D, ROW, WIDE ? WIDE : 1, 10>(p, s, hbs, rows, lo, hi, ways,
-							scratch, tid, bar, nr_threads);
+		plan_slice<D, ROW, WIDE ? WIDE : 1, 10, QUICK>(
+			p, s, hbs, rows, lo, hi, ways, w, scratch, tid, bar, nr_threads);
 }
 
 /*
@@ -418,6 +443,7 @@ KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending 
 	uint32_t *taken = p.mem.counters + PLAN_SLOTS + plan_slot(s, 0) * PLAN_SLICES;
 	const uint32_t epoch = pend->epoch;
 	const bool last = pend->last;
+	struct plan_wait w = {};
 	uint32_t left;
 
 	if (s.part >= slices && !last)
@@ -427,8 +453,8 @@ KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending 
 	if (s.part < slices) {
 		if (tid == 0)
 			atomicMax(taken + s.part, epoch);
-		plan_merge<D, ROW, WIDE>(p, s, hbs, rows, s.part, slices, scratch, tid,
-					 bar, nr_threads);
+		plan_merge<D, ROW, WIDE, false>(p, s, hbs, rows, s.part, slices, w,
+						scratch, tid, bar, nr_threads);
 	}
 	for (uint32_t base = 0; last && base < slices; base += 32) {
 		bar_sync(bar, nr_threads);
@@ -441,8 +467,9 @@ KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending 
 		}
 		bar_sync(bar, nr_threads);
 		for (left = *(volatile uint32_t *)flag; left; left &= left - 1)
-			plan_merge<D, ROW, WIDE>(p, s, hbs, rows, base + __ffs(left) - 1,
-						 slices, scratch, tid, bar, nr_threads);
+			plan_merge<D, ROW, WIDE, false>(p, s, hbs, rows,
+							base + __ffs(left) - 1, slices, w,
+							scratch, tid, bar, nr_threads);
 		bar_sync(bar, nr_threads);
 	}
 }
@@ -461,12 +488,15 @@ struct plan_shape {
 	uint32_t row_dim; /* values of an output row */
 	uint32_t hbs_force; /* bench: 0 = choose */
 	uint32_t tiles_min; /* of a CTA: less is not worth a part */
+	bool quick_able;    /* units may merge as attn_quick.cuh says */
+	bool quick;	    /* ... and do: hbs is 1 */
 };
 
 size_t plan_workspace(const struct kvk_attn_args *a, const struct plan_shape *s,
 		      struct plan_mem *ret_mem);
 int plan_launch(const struct kvk_attn_args *a, const struct plan_shape *s,
 		const struct plan_mem *mem, cudaStream_t stream);
+uint32_t plan_slot_size(uint32_t rows, uint32_t dim);
 int plan_nr_ctas(void);
 size_t kvk_attn_gqa_workspace(const struct kvk_attn_args *a);
 size_t kvk_attn_mla_workspace(const struct kvk_attn_args *a);

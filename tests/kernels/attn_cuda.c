@@ -350,6 +350,39 @@ KVT_TEST_T(reruns_are_bit_equal, 120)
 	check_reruns(&l, 64);
 }
 
+/* CTAs that begin long after the others' patience has ended: the others leave their slices. */
+static void check_late(const struct kv_layout *l, u32 heads)
+{
+	static const u32 lengths[] = {PAGES_MIXED * KV_PAGE_TOKENS - 5}, q[] = {1};
+	struct world w;
+	float *first;
+
+	world_init(&w, l, heads, PAGES_MIXED, lengths, q, 1);
+	run_device(&w, 0, false);
+	run_host(&w, heads, l->nr_layers - 1);
+	expect_close(&w, "one request, heads/kv heads", heads, l->nr_kv_heads, 1e-3);
+	first = malloc(w.nr_out * sizeof(float));
+	memcpy(first, w.out, w.nr_out * sizeof(float));
+	for (int i = 0; i < 6; i++) { /* each half of the slots, whole and left */
+		run_device(&w, i % 3 ? KVK_ATTN_LATE | KVK_ATTN_PLAN : KVK_ATTN_PLAN,
+			   false);
+		KVT_EXPECT(!memcmp(first, w.out, w.nr_out * sizeof(float)));
+	}
+	free(first);
+	world_fini(&w);
+}
+
+KVT_TEST_T(late_ctas_merge_what_the_others_left, 120)
+{
+	struct kv_layout l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 1, 128);
+
+	check_late(&l, 12);
+	l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 8, 128);
+	check_late(&l, 96);
+	l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_STATIC, 1, 2, 128);
+	check_late(&l, 8);
+}
+
 /* Request @bad fails: NaN there, the others as the reference has them. */
 static void check_failed(const struct kv_layout *l, u32 heads, u32 bad)
 {
