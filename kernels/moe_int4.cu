@@ -38,14 +38,15 @@ static struct i4_variant i4_choose(const struct kvk_moe_args *a)
 	const struct kvk_pack p = kvk_pack_make(2 * e->inter, e->hidden, e->group, 1);
 	struct i4_variant v = {1, 1, 1};
 
-	/* Few row tiles and few experts: with a row tile per warp most SMs had no unit. */
+	/* Few row tiles and few experts: with a row tile per warp most SMs had no unit. With
+	 * few row tiles and 5 slots an expert, its ninth token is better a tile of its own. */
 	if (p.wl == 1 && slots < 48)
 		v.wk = 8;
 	else if (p.wl == 1 && slots < 2 * e->nr_experts / 3)
 		v.wk = 2;
 	else if (slots > 8 * e->nr_experts)
 		v.ntmax = 4;
-	else if (slots > 4 * e->nr_experts)
+	else if (slots > (p.wl == 1 ? 6 : 4) * e->nr_experts)
 		v.ntmax = 2;
 	/* Short rows: a unit of 37 KB would cost more to hand out than to read. */
 	if (e->inter / KVK_BRICK_COLS <= 2)

@@ -178,6 +178,17 @@ template <uint32_t STAGES> __device__ __forceinline__ void ring_next(struct moe_
 	}
 }
 
+/* @n stages on; n <= STAGES */
+template <uint32_t STAGES>
+__device__ __forceinline__ void ring_skip(struct moe_ring &r, uint32_t n)
+{
+	r.stage += n;
+	if (r.stage >= STAGES) {
+		r.stage -= STAGES;
+		r.phase ^= 1;
+	}
+}
+
 /* struct moe_place - a warp's place in the unit queue */
 struct moe_place {
 	uint32_t q, phase;

@@ -228,25 +228,27 @@ unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n
 			acc[0][nt][i] = acc[1][nt][i] = 0.0f;
 	}
 	for (uint32_t c = 0; c < m.kbricks; c += XC) {
-		const uint32_t x = rx.base + rx.stage * S::CHUNK + wk * STEP;
-		const uint32_t end = min(c + XC, m.kbricks);
+		const uint32_t nr = (min(XC, m.kbricks - c) + WK - 1) / WK;
+		uint32_t i = r.stage % 2 != group, k = c + i * WK + wk;
+		uint32_t x = rx.base + rx.stage * S::CHUNK + (i * WK + wk) * STEP;
+		struct moe_ring s = r;
 
+		static_assert(XC / WK <= S::STAGES, "ring_skip() wraps once");
+		ring_skip<S::STAGES>(s, i);
+		ring_skip<S::STAGES>(r, nr);
 		ptx_mbar_wait(rx.full + 8 * rx.stage, rx.phase);
-		for (uint32_t k = c; k < end; k += WK) {
-			if (r.stage % 2 == group) {
-				ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
-				if (mine && k + wk < m.kbricks)
-					brick_mma<NT, G, MODE, !(S::OFFSET && NT == 1)>(
-						acc,
-						r.base + r.stage * S::STAGE +
-							warp * S::BRICK,
-						x + (k - c) * STEP, XROW, scale, n,
-						a.scale_f16);
-				__syncwarp();
-				if (lane == 0)
-					ptx_mbar_arrive(r.empty + 8 * r.stage);
-			}
-			ring_next<S::STAGES>(r);
+#pragma unroll 1
+		for (; i < nr; i += 2, k += 2 * WK, x += 2 * WK * STEP) {
+			ptx_mbar_wait(s.full + 8 * s.stage, s.phase);
+			if (mine && k < m.kbricks)
+				brick_mma<NT, G, MODE, !(S::OFFSET && NT == 1)>(
+					acc,
+					s.base + s.stage * S::STAGE + warp * S::BRICK, x,
+					XROW, scale, n, a.scale_f16);
+			__syncwarp();
+			if (lane == 0)
+				ptx_mbar_arrive(s.empty + 8 * s.stage);
+			ring_skip<S::STAGES>(s, 2);
 		}
 		if (keep) /* one chunk, and the next part of the row block needs it too */
 			continue;
@@ -266,7 +268,8 @@ __device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
 {
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
 	const uint32_t group = threadIdx.x / 32 / MOE_GROUP;
-	const uint32_t x = rx.base + rx.stage * S::CHUNK;
+	uint32_t x = rx.base + rx.stage * S::CHUNK;
+	struct moe_ring s = r;
 	float scale[NT];
 
 	rb += r.stage % 2 != group;
@@ -277,18 +280,20 @@ __device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
 		for (int i = 0; i < 4; i++)
 			acc[0][nt][i] = acc[1][nt][i] = 0.0f;
 	}
+	ring_skip<S::STAGES>(s, r.stage % 2 != group);
 	ptx_mbar_wait(rx.full + 8 * rx.stage, rx.phase);
-	for (uint32_t i = 0; i < 2 * a.w2.kbricks; i++, ring_next<S::STAGES>(r)) {
-		if (r.stage % 2 != group)
-			continue;
-		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
+#pragma unroll 1
+	for (uint32_t k = 0; k < a.w2.kbricks; k++, x += S::H_STEP) {
+		ptx_mbar_wait(s.full + 8 * s.stage, s.phase);
 		if (rb * MOE_GROUP + warp < a.w2.mtiles && !a.loads_only)
 			brick_mma<NT, G, MODE, !(S::OFFSET && NT == 1)>(
-				acc, r.base + r.stage * S::STAGE + warp * S::BRICK,
-				x + i / 2 * S::H_STEP, S::XROW2, scale, n, a.scale_f16);
+				acc, s.base + s.stage * S::STAGE + warp * S::BRICK, x,
+				S::XROW2, scale, n, a.scale_f16);
 		__syncwarp();
 		if (lane == 0)
-			ptx_mbar_arrive(r.empty + 8 * r.stage);
+			ptx_mbar_arrive(s.empty + 8 * s.stage);
+		ring_skip<S::STAGES>(s, 2);
+		ring_skip<S::STAGES>(r, 2);
 	}
 	if (!keep) {
 		__syncwarp();

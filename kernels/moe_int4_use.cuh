@@ -163,18 +163,28 @@ unit_run(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, const struct moe_
 	}
 }
 
-/* y of four rows: slots in order. */
-__device__ __forceinline__ void sum_four(const struct moe_i4 &a, uint32_t tok,
-					 uint32_t row)
+/* Lane j: the weight of token @tok's slot j. */
+__device__ __forceinline__ float sum_weight(const struct moe_i4 &a, uint32_t tok)
 {
+	const uint64_t slot = (uint64_t)tok * a.top_k + threadIdx.x % 32;
+
+	if (threadIdx.x % 32 >= a.top_k || tok >= a.nr_tokens)
+		return 0.0f;
+	return a.ids[slot] < a.nr_experts ? a.weights[slot] : NAN;
+}
+
+/* y of four rows: slots in order. @weight: sum_weight() */
+__device__ __forceinline__ void sum_four(const struct moe_i4 &a, uint32_t tok,
+					 uint32_t row, float weight)
+{
+	const float *out = a.out + (uint64_t)tok * a.top_k * a.hidden + row;
 	float s[4] = {};
 	uint2 *y = (uint2 *)(a.y + (uint64_t)tok * a.hidden + row);
 
 #pragma unroll 8
 	for (uint32_t j = 0; j < a.top_k; j++) {
-		uint64_t slot = (uint64_t)tok * a.top_k + j;
-		float4 o = __ldcg((const float4 *)(a.out + slot * a.hidden + row));
-		float w = a.ids[slot] < a.nr_experts ? a.weights[slot] : NAN;
+		float4 o = __ldcg((const float4 *)(out + (uint64_t)j * a.hidden));
+		float w = __shfl_sync(~0u, weight, j);
 
 		s[0] += w * o.x;
 		s[1] += w * o.y;
@@ -199,16 +209,19 @@ __device__ __forceinline__ void unit_sum(const struct moe_i4 &a, const struct mo
 	const uint32_t group = threadIdx.x / 256, rows = 256u * a.w2.rsub;
 	const uint32_t first = u.tile * a.sum_toks;
 	const uint32_t n = min(a.sum_toks, a.nr_tokens - first);
+	/* a warp's 128 rows are of one token; its weights are asked for ahead */
+	float weight = sum_weight(a, first + threadIdx.x / (rows / 4));
 
 	if (threadIdx.x % 256 == 0)
 		while (ptx_ld_acquire(&a.done2[u.rb]) < nr_tiles)
 			;
 	ptx_bar_sync(group ? 4 : 1, MOE_GROUP * 32);
 	for (uint32_t i = threadIdx.x; i < n * rows / 4; i += MOE_CONSUMERS * 32) {
-		uint32_t row = u.rb * rows + i % (rows / 4) * 4;
+		const uint32_t row = u.rb * rows + i % (rows / 4) * 4;
 
 		if (row < a.hidden)
-			sum_four(a, first + i / (rows / 4), row);
+			sum_four(a, first + i / (rows / 4), row, weight);
+		weight = sum_weight(a, first + (i + MOE_CONSUMERS * 32) / (rows / 4));
 	}
 }
 

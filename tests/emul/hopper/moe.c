@@ -197,12 +197,12 @@ static void moe_tokens(struct moe_case c, const u32 *counts, size_t nr)
 	}
 }
 
-/* Warps split the columns: eight of them, then two. */
+/* Warps split the columns: eight of them, then two, then none. */
 KVT_TEST(hopper_int4_few_rows)
 {
-	static const u32 counts[] = {9, 20, 30};
+	static const u32 counts[] = {9, 13, 30};
 
-	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 64, 4, 0, false,
+	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 90, 4, 0, false,
 				     false},
 		   counts, 3);
 }
