@@ -4,6 +4,7 @@
 #include "tests/fake/fake.h"
 #include "base/cuda_syms.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <stddef.h>
@@ -520,4 +521,33 @@ bool ipc_passes(struct kvc *c, struct kvc_pool *pool, struct kv_grant g)
 	ok = kv_verdict_ok(v, kvc_step_number(step), 1);
 	kvc_step_retire(step);
 	return ok;
+}
+
+u32 ipc_nr_fds(pid_t pid)
+{
+	struct dirent *e;
+	char path[64];
+	u32 n = 0;
+	DIR *d;
+
+	snprintf(path, sizeof(path), "/proc/%d/fd", pid);
+	d = opendir(path);
+	KVT_EXPECT(d != NULL);
+	while ((e = readdir(d)) != NULL)
+		n += e->d_name[0] != '.';
+	closedir(d);
+	return n;
+}
+
+double ipc_admin_number(const struct eng_private_kvmd *d, const char *request,
+			const char *field)
+{
+	char *text = ipc_admin(d, request), *at = strstr(text, field);
+	double v;
+
+	if (!at)
+		KVT_FAIL("%s lacks %s: %s", request, field, text);
+	v = strtod(at + strlen(field), NULL);
+	free(text);
+	return v;
 }

@@ -80,6 +80,12 @@ bool ipc_passes(struct kvc *c, struct kvc_pool *pool, struct kv_grant g);
 
 /** ipc_admin() - one request to the admin socket; @ret is the reply's text, malloc'ed */
 char *ipc_admin(const struct eng_private_kvmd *d, const char *request);
+/* the number behind @field, colon and all, in the answer */
+double ipc_admin_number(const struct eng_private_kvmd *d, const char *request,
+			const char *field);
+
+/* open descriptors of a process */
+u32 ipc_nr_fds(pid_t pid);
 
 /**
  * ipc_child() - a process that runs @fn and exits with its result

@@ -5,32 +5,18 @@
  */
 #include "tests/ipc/common.h"
 
-#include <dirent.h>
-
 static struct eng_private_kvmd kvmd;
-
-static int nr_fds(void)
-{
-	DIR *d = opendir("/proc/self/fd");
-	int n = 0;
-
-	while (d && readdir(d))
-		n++;
-	if (d)
-		closedir(d);
-	return n;
-}
 
 static void refused(struct kvc *c, const struct kv_layout *l, const float *scales,
 		    const char *field)
 {
 	struct kvc_pool *pool;
-	int fds = nr_fds();
+	u32 fds = ipc_nr_fds(getpid());
 
 	KVT_EXPECT_EQ(kvc_pool_open(c, l, scales, NULL, &pool), -EINVAL);
 	KVT_EXPECT_HAS(kvc_strerror(c), field);
 	KVT_NOTE("%s", kvc_strerror(c));
-	KVT_EXPECT_EQ(nr_fds(), fds); /* no table, no extent came */
+	KVT_EXPECT_EQ(ipc_nr_fds(getpid()), fds); /* no table, no extent came */
 }
 
 KVT_TEST(r12_engine_with_other_bytes_is_refused)

@@ -5,7 +5,6 @@
  */
 #include "tests/ipc/common.h"
 
-#include <dirent.h>
 #include <pthread.h>
 
 #include "base/cuda_syms.h"
@@ -71,21 +70,6 @@ static struct fake_cuda_counts counts(void)
 			KVT_EXPECT(cond); \
 	} while (0)
 
-static int nr_fds(pid_t pid)
-{
-	char path[64];
-	DIR *d;
-	int n = 0;
-
-	snprintf(path, sizeof(path), "/proc/%d/fd", pid);
-	d = opendir(path);
-	while (d && readdir(d))
-		n++;
-	if (d)
-		closedir(d);
-	return n;
-}
-
 static struct kv_stat stat_now(struct kvc_pool *p)
 {
 	struct kv_stat s;
@@ -94,31 +78,19 @@ static struct kv_stat stat_now(struct kvc_pool *p)
 	return s;
 }
 
-static double admin_number(const char *request, const char *field)
-{
-	char *text = ipc_admin(&kvmd, request), *at = strstr(text, field);
-	double v;
-
-	if (!at)
-		KVT_FAIL("%s lacks %s: %s", request, field, text);
-	v = strtod(at + strlen(field), NULL);
-	free(text);
-	return v;
-}
-
 /* ------------------------------------------------------------------------- context */
 
 KVT_TEST(pool_open_needs_a_current_context)
 {
 	struct kv_layout l = ipc_layout();
-	int fds;
+	u32 fds;
 
 	start_kvmd(NULL);
 	c = connect_logged();
-	fds = nr_fds(getpid());
+	fds = ipc_nr_fds(getpid());
 	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, NULL, &pool), -EINVAL);
 	KVT_EXPECT_HAS(kvc_strerror(c), "context");
-	EXPECT_COUNT(nr_fds(getpid()) == fds); /* the real cuInit opens devices */
+	EXPECT_COUNT(ipc_nr_fds(getpid()) == fds); /* the real cuInit opens devices */
 	ipc_gpu_context(0);
 	pool = ipc_pool(c);
 	stop();
@@ -256,7 +228,7 @@ KVT_TEST(o02_importers_cache_without_end)
 	struct fake_cuda_counts n;
 	struct kvc_pool *p[2];
 	unsigned most = 0;
-	int fds = 0;
+	u32 fds = 0;
 
 	start(args);
 	p[0] = pool;
@@ -273,11 +245,11 @@ KVT_TEST(o02_importers_cache_without_end)
 		EXPECT_COUNT(n.handles == 0); /* mappings alone hold the memory */
 		EXPECT_COUNT(n.mapped_bytes <= 72u << 20);
 		if (i == 1)
-			fds = nr_fds(kvmd.pid);
+			fds = ipc_nr_fds(kvmd.pid);
 	}
 	KVT_NOTE("%u imports, at most %u mapped at a time", counts().imports, most);
 	EXPECT_COUNT(counts().imports >= 40);
-	KVT_EXPECT(nr_fds(kvmd.pid) <= fds + 1);
+	KVT_EXPECT(ipc_nr_fds(kvmd.pid) <= fds + 1);
 	stop();
 	n = counts();
 	EXPECT_COUNT(n.mapped == 0);
@@ -308,7 +280,8 @@ KVT_TEST(o04_owner_frees_before_importer_closes)
 		usleep(1000);
 	}
 	EXPECT_COUNT(counts().mapped == mapped);
-	KVT_EXPECT(admin_number("{\"op\":\"status\"}", "\"extent_bytes\":") > 30e6);
+	KVT_EXPECT(ipc_admin_number(&kvmd, "{\"op\":\"status\"}", "\"extent_bytes\":") >
+		   30e6);
 	kvc_step_retire(step);
 	kvc_dispatch(c, NULL, NULL);
 	expect_within(kvc_alloc(other, 1, KV_GFP_NOWAIT, &one) == 0, 2000);
@@ -344,7 +317,7 @@ KVT_TEST(o10_device_not_visible_to_importer)
 		"--gpu", "GPU-12121212-1212-1212-1212-121212121212", NULL};
 	struct kv_layout l = ipc_layout();
 	u8 uuid[16];
-	int fds;
+	u32 fds;
 
 	ipc_need_fake();
 	setenv("FAKE_CUDA_DEVICES", "4", 1);
@@ -353,12 +326,12 @@ KVT_TEST(o10_device_not_visible_to_importer)
 	c = connect_logged();
 	ipc_gpu_context(0);
 	memset(uuid, 0x12, sizeof(uuid));
-	fds = nr_fds(getpid());
+	fds = ipc_nr_fds(getpid());
 	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, uuid, &pool), -ENODEV);
 	KVT_EXPECT_HAS(kvc_strerror(c), "GPU-12121212");
 	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, NULL, &pool), -ENODEV);
 	KVT_EXPECT_HAS(kvc_strerror(c), "GPU-12121212");
-	KVT_EXPECT_EQ(nr_fds(getpid()), fds);
+	KVT_EXPECT_EQ(ipc_nr_fds(getpid()), fds);
 	kvc_close(c);
 	ipc_stop(&kvmd);
 }
@@ -398,7 +371,7 @@ KVT_TEST(o11_address_space_eaten_by_imports)
 		 (double)n.mapped_bytes / 1e6, (double)n.reserved_bytes / 1e6);
 	EXPECT_COUNT(n.mapped >= 20);
 	EXPECT_COUNT((double)n.reserved_bytes <= 1.1 * (double)n.mapped_bytes);
-	EXPECT_COUNT(admin_number("{\"op\":\"pool\"}", "\"va_bytes\":") ==
+	EXPECT_COUNT(ipc_admin_number(&kvmd, "{\"op\":\"pool\"}", "\"va_bytes\":") ==
 		     (double)n.reserved_bytes);
 	/* of all that there is, 1 % may be lost to rounding */
 	KVT_EXPECT(nr * (double)kv_page_stride(&layout) >= 0.99 * (1360u << 20));
@@ -411,12 +384,12 @@ static void half_mapped(const char *entry, int nth, bool for_good)
 	struct fake_cuda_counts n;
 	struct kv_grant pages[8];
 	char text[80];
-	int fds;
+	u32 fds;
 
 	ipc_need_fake();
 	start(NULL);
 	n = counts();
-	fds = nr_fds(getpid());
+	fds = ipc_nr_fds(getpid());
 	snprintf(text, sizeof(text), "%s:%d%s", entry, nth, for_good ? "+" : "");
 	setenv("FAKE_CUDA_FAIL", text, 1);
 	if (for_good) {
@@ -434,7 +407,7 @@ static void half_mapped(const char *entry, int nth, bool for_good)
 	ipc_page_fill(pool, pages[7].pfn, 1, 4096);
 	EXPECT_COUNT(counts().mapped == 1);
 	EXPECT_COUNT(counts().handles == 0);
-	KVT_EXPECT_EQ(nr_fds(getpid()), fds);
+	KVT_EXPECT_EQ(ipc_nr_fds(getpid()), fds);
 	stop();
 	EXPECT_COUNT(counts().mapped == 0);
 }
@@ -472,17 +445,17 @@ KVT_TEST(o15_half_mapped_extent_is_undone)
 KVT_TEST(o15_failed_reservation_leaves_no_pool)
 {
 	struct kv_layout l = ipc_layout();
-	int fds;
+	u32 fds;
 
 	ipc_need_fake();
 	start_kvmd(NULL);
 	c = connect_logged();
 	ipc_gpu_context(0);
-	fds = nr_fds(getpid());
+	fds = ipc_nr_fds(getpid());
 	setenv("FAKE_CUDA_FAIL", "cuMemAddressReserve:1", 1);
 	KVT_EXPECT_EQ(kvc_pool_open(c, &l, NULL, NULL, &pool), -ENOMEM);
 	KVT_EXPECT_HAS(kvc_strerror(c), "GPU addresses");
-	KVT_EXPECT_EQ(nr_fds(getpid()), fds);
+	KVT_EXPECT_EQ(ipc_nr_fds(getpid()), fds);
 	pool = ipc_pool(c);
 	stop();
 }

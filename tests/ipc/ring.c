@@ -7,7 +7,6 @@
  */
 #include "tests/ipc/common.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -383,22 +382,6 @@ KVT_TEST(o57_fresh_ring_has_no_completion)
 	stop();
 }
 
-static u32 kvmd_fds(void)
-{
-	char path[64];
-	struct dirent *e;
-	u32 n = 0;
-	DIR *d;
-
-	snprintf(path, sizeof(path), "/proc/%d/fd", kvmd.pid);
-	d = opendir(path);
-	KVT_EXPECT(d != NULL);
-	while ((e = readdir(d)) != NULL)
-		n += e->d_name[0] != '.';
-	closedir(d);
-	return n;
-}
-
 /* cases O14, shortened from 10^5: grants that nobody reads (pytorch 149187) */
 KVT_TEST(o14_replies_that_nobody_reads_leave_nothing)
 {
@@ -414,7 +397,7 @@ KVT_TEST(o14_replies_that_nobody_reads_leave_nothing)
 	raw_close(&raw);
 	expect_honest_works();
 	usleep(50000);
-	before = kvmd_fds();
+	before = ipc_nr_fds(kvmd.pid);
 	for (u32 i = 0; i < 1000; i++) {
 		struct ipc_raw r = {.sock = raw_connect(&kvmd)};
 
@@ -422,7 +405,7 @@ KVT_TEST(o14_replies_that_nobody_reads_leave_nothing)
 		raw_send(&r, &open_msg, sizeof(open_msg), NULL, 0);
 		close(r.sock);
 	}
-	expect_within(kvmd_fds() <= before, 5000);
+	expect_within(ipc_nr_fds(kvmd.pid) <= before, 5000);
 	stop();
 }
 
@@ -441,7 +424,7 @@ KVT_TEST(o58_descriptor_shortage_refuses_peers_only)
 	raw_close(&raw);
 	expect_honest_works(); /* its extents exist from here on */
 	usleep(50000);
-	before = kvmd_fds();
+	before = ipc_nr_fds(kvmd.pid);
 	opt.socket_path = kvmd.socket_path;
 	KVT_EXPECT_EQ(prlimit(kvmd.pid, RLIMIT_NOFILE, NULL, &old), 0);
 	low = (struct rlimit){.rlim_cur = before + 2, .rlim_max = old.rlim_max};
@@ -467,7 +450,7 @@ KVT_TEST(o58_descriptor_shortage_refuses_peers_only)
 	kvc_close(c);
 	for (u32 i = 0; i < 3; i++)
 		close(fds[i]);
-	expect_within(kvmd_fds() <= before, 5000);
+	expect_within(ipc_nr_fds(kvmd.pid) <= before, 5000);
 	stop();
 }
 
@@ -482,7 +465,7 @@ KVT_TEST(surplus_descriptors_are_closed)
 	start();
 	raw_close(&raw);
 	usleep(50000);
-	before = kvmd_fds();
+	before = ipc_nr_fds(kvmd.pid);
 	for (u32 i = 0; i < 3; i++)
 		fds[i] = open("/dev/null", O_RDONLY | O_CLOEXEC);
 	for (u32 i = 0; i < 100; i++) {
@@ -495,7 +478,7 @@ KVT_TEST(surplus_descriptors_are_closed)
 		KVT_EXPECT_EQ(type, 0);
 		close(r.sock);
 	}
-	expect_within(kvmd_fds() <= before, 2000);
+	expect_within(ipc_nr_fds(kvmd.pid) <= before, 2000);
 	stop();
 }
 
