@@ -379,3 +379,12 @@ int rig_retire(struct kvd_session *s, u32 slot)
 {
 	return kv_slot_retire(s->page, slot);
 }
+
+bool rig_pop(struct kvd_session *s, u32 mag, u32 slot, struct kv_grant *ret)
+{
+	int dirty;
+
+	ret->flags = 0;
+	return kv_mag_pop(&s->page->magazines[mag].slots[slot], &ret->pfn, &ret->tag,
+			  &dirty);
+}

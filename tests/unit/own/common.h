@@ -55,6 +55,9 @@ struct kvd_attach *rig_open(struct kvd_session *s, const struct kv_layout *l);
 struct kvd_attach *rig_client(struct rig *r, struct kvd_tenant *t,
 			      struct kvd_session **ret_s);
 
+/* what a client does to take a page out of a magazine's slot; false: none is there */
+bool rig_pop(struct kvd_session *s, u32 mag, u32 slot, struct kv_grant *ret);
+
 /* run turns until the core is idle or only waits */
 void rig_run(struct rig *r);
 
