@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rank.h - kvbench rank: one tensor-parallel rank's decode step, in three parts: the model with
- * random weights (rank_model.c), the look into a step (rank_probe.c), the command (rank.c).
+ * rank.h - kvbench rank: one tensor-parallel rank's decode step, in four parts: the model with
+ * random weights (rank_model.c), the look into a step (rank_probe.c), the arguments
+ * (rank_args.c), the command (rank.c).
  */
 #ifndef KVB_RANK_H
 #define KVB_RANK_H
@@ -78,6 +79,34 @@ struct rank_look {
  * Return: 0; -errno of a kernel; -ENOMEM.
  */
 int rank_probe(struct eng_engine *e, void *arg);
+
+#define RANK_BATCHES_MAX  16u
+#define RANK_REQUESTS_MAX 256u
+#define RANK_OUT_MAX	  4096u
+
+/**
+ * struct rank_options - what the command line asks for
+ * @weights: KVK_INT4 or KVK_E4M3; @kv: enum eng_kv; @device: enum eng_device
+ * @in, @out: tokens of a prompt that lie in the pages, and of the decode
+ * @batches: [nr_batches] numbers of requests, one run each
+ */
+struct rank_options {
+	const char *preset;
+	const char *socket_path;
+	u32 tp;
+	u32 weights;
+	u32 kv;
+	u32 in;
+	u32 out;
+	u32 device; /* enum eng_device */
+	u64 kv_bytes;
+	u32 batches[RANK_BATCHES_MAX];
+	u32 nr_batches;
+	bool json;
+};
+
+/** rank_parse() - arguments to @o; 0, or 2 after telling why not */
+int rank_parse(struct rank_options *o, int argc, char **argv);
 
 /**
  * kvb_rank() - kvbench rank: see rank.c
