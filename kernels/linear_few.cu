@@ -45,10 +45,10 @@ struct few_at {
 	u32 i;
 };
 
-/* Where 16-byte piece @q of row @r lies: eight lanes meet no bank twice. */
+/* Where 16-byte piece @q of row @r lies: sixteen lanes with 8 bytes meet no bank twice. */
 KVK_DEV u32 few_piece(u32 r, u32 q)
 {
-	return r * 256 + (q ^ (r & 1) << 2) * 16;
+	return r * 256 + (q ^ (r & 3) << 1) * 16;
 }
 
 /* Request a slot, if it is one of the CTA's; then the place of the next. */
@@ -98,13 +98,22 @@ KVK_DEV void few_x(const struct few_params &p, u32 tile, u32 kb, uint4 (&b)[NT][
 
 #pragma unroll
 		for (u32 j = 0; j < 4; j++) {
-			const u32 col = kb * 128 + j * 32 + t * 8;
+			const u32 col = kb * 128 + j * 32 + t * 4;
+			uint2 lo = make_uint2(0, 0), hi = lo;
 
-			b[nt][j] = make_uint4(0, 0, 0, 0);
 			if (tok < p.a.nr_tokens && col < p.a.w.cols)
-				b[nt][j] = __ldcg((const uint4 *)(x + col));
+				lo = __ldcg((const uint2 *)(x + col));
+			if (tok < p.a.nr_tokens && col + 16 < p.a.w.cols)
+				hi = __ldcg((const uint2 *)(x + col + 16));
+			b[nt][j] = make_uint4(lo.x, lo.y, hi.x, hi.y);
 		}
 	}
+}
+
+/* This lane's four columns of 16-byte piece @q of row @r. */
+KVK_DEV uint2 few_pair(const u8 *slot, u32 r, u32 q)
+{
+	return *(const uint2 *)(slot + few_piece(r, q) + threadIdx.x % 2 * 8);
 }
 
 /* acc += a slot's 16 rows x 128 columns times the tokens */
@@ -115,15 +124,21 @@ KVK_DEV void few_mma(const u8 *slot, const uint4 (&b)[NT][4], float (&acc)[NT][4
 
 #pragma unroll
 	for (u32 j = 0; j < 4; j++) {
-		const uint4 lo = *(const uint4 *)(slot + few_piece(g, j * 4 + t));
-		const uint4 hi = *(const uint4 *)(slot + few_piece(g + 8, j * 4 + t));
-		const u32 a0[4] = {lo.x, hi.x, lo.y, hi.y};
-		const u32 a1[4] = {lo.z, hi.z, lo.w, hi.w};
+		u32 a[2][4];
+
+#pragma unroll
+		for (u32 i = 0; i < 2; i++) {
+			const u32 q = j * 4 + i * 2 + t / 2;
+			const uint2 lo = few_pair(slot, g, q),
+				    hi = few_pair(slot, g + 8, q);
+
+			a[i][0] = lo.x, a[i][1] = hi.x, a[i][2] = lo.y, a[i][3] = hi.y;
+		}
 
 #pragma unroll
 		for (u32 nt = 0; nt < NT; nt++) {
-			tile_mma16<true>(acc[nt], a0, b[nt][j].x, b[nt][j].y);
-			tile_mma16<true>(acc[nt], a1, b[nt][j].z, b[nt][j].w);
+			tile_mma16<true>(acc[nt], a[0], b[nt][j].x, b[nt][j].y);
+			tile_mma16<true>(acc[nt], a[1], b[nt][j].z, b[nt][j].w);
 		}
 	}
 }

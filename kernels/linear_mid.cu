@@ -1,43 +1,64 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * linear_mid.cu - y = x W^T + bias for 17 to 64 tokens, BF16: the projections of a decode step of
- * many requests.
+ * linear_mid.cu - y = x W^T + bias for the tokens of a decode step, BF16, on Hopper.
  *
- * W has to come from memory once, and x, 64 tokens of some thousand values, from L2 once for
- * every tile of rows. Two ways to share the work out:
+ * W has to come from memory once; x, up to 64 tokens of some thousand values, comes from L2 once
+ * for every 64 rows of W. One thread of a CTA asks the copy engine for both, in blocks of 128
+ * columns: W four to six blocks ahead, the first of them before the kernel in front has ended;
+ * four warps multiply (wgmma: 64 rows of W are A, the tokens are B, both from shared memory). Half
+ * an SM's memory is enough, so that the next kernel's first blocks are under way meanwhile.
  *
- *	cluster - few tiles of rows: the CTAs of a cluster take a tile together, CTA c being
- *		chain c of linear.cu's order (blocks c, c + 8, ... of 128 columns). The chains are
- *		added in turn out of each other's shared memory.
- *	alone - a tile of rows for every SM: a CTA takes the chains in turn, and nothing has to
- *		be fetched from anybody.
+ * Two ways to share the work out:
  *
- * Either way the bits are those of one token. A ring of three blocks (W 16 KB, x 8 or 16 KB)
- * is filled by cp.async; its first blocks of W are requested before the kernel in front has ended.
- * Eight warps, four by rows and two by tokens: with four a block took 2,400 clocks, most of
- * them one warp's way through its own loads.
+ *	cluster - few tiles of rows: CTA c of a cluster is chain c of linear.cu's order (blocks
+ *		c, c + 8, ...). The chains are added in turn out of each other's shared memory,
+ *		each CTA adding up as many tokens as any other.
+ *	alone - a tile of rows for (almost) every SM: a CTA takes the chains in turn.
+ *
+ * Either way the bits are linear.cu's: the same 16 columns in a matrix instruction, the blocks
+ * of a chain in turn, then the chains.
  */
 #include "kernels/linear_mid.h"
 #include "kernels/moe_ptx.cuh"
+#include "kernels/tensor_map.cuh"
 #include "kernels/tile_ptx.cuh"
+#include "kernels/wgmma.cuh"
 
-#define MID_THREADS 256u
+#define MID_USERS   128u /* threads that multiply; one more warp fetches */
+#define MID_THREADS (MID_USERS + 32u)
 #define MID_ROWS    64u
-#define MID_W_BYTES (MID_ROWS * 256u)
-#define MID_CHAINS  8u /* of linear.cu: its warps */
-#define MID_DEEP    3u
+#define MID_HALF    (MID_ROWS * 128u) /* bytes of 64 columns of W */
+#define MID_CHAINS  8u		      /* of linear.cu: its warps */
 #define MID_TOKENS  64u
-#define MID_FEW	    80u /* CTAs up to which the tokens are shared out as well */
-#define MID_ALONE   96u /* tiles of 64 rows from which a CTA takes one alone */
+#define MID_ALONE   64u /* tiles of 64 rows from which a CTA takes one alone */
+#define MID_LINE    68u /* floats from token to token of a tile's sums: no bank twice */
+
+/* y in whole, aligned groups of four, or as it comes */
+#define MID_ANY	    0u
+#define MID_BF16    1u
+#define MID_F32	    2u
 
 struct mid_params {
+	CUtensorMap w; /* [batch][rows][cols] in boxes of 64 x 64 */
+	CUtensorMap x; /* [batch][tokens][cols] in boxes of N x 64 */
 	struct kvk_linear_args a;
-	u64 x_stride;
 	u64 y_stride;
-	u64 x_batch;
 	u64 y_batch;
 	u32 nr_blocks; /* of 128 columns */
 	u32 ctas;      /* of a cluster; 1: alone */
+	u32 kind;      /* of y: MID_BF16, MID_F32, MID_ANY */
+};
+
+/* Shared memory for N tokens: the rings of W and x, then barriers. Two CTAs fit on an SM. */
+template <u32 N> struct mid_size {
+	static const u32 x_half = N * 128;
+	static const u32 x_deep = N == 64 ? 3 : 4;
+	static const u32 w_deep = N == 64 ? 4 : N == 32 ? 5 : 6;
+	static const u32 x_at = w_deep * 2 * MID_HALF;
+	static const u32 w_full = x_at + x_deep * 2 * x_half;
+	static const u32 x_full = w_full + w_deep * 8;
+	static const u32 used = x_full + x_deep * 8;
+	static const u32 all = used + x_deep * 8;
 };
 
 /* The block behind @kb in its chain; alone also the next chain's first; nr_blocks: none. */
@@ -50,232 +71,331 @@ KVK_DEV u32 mid_next(const struct mid_params &p, u32 kb)
 	return p.ctas == 1 && first < min(p.nr_blocks, MID_CHAINS) ? first : p.nr_blocks;
 }
 
-/* Where 16-byte piece @q of row @r lies: eight lanes meet no bank twice. */
-KVK_DEV u32 mid_piece(u32 r, u32 q)
-{
-	return r * 256 + (q ^ (r & 1) << 2) * 16;
-}
+/* ------------------------------------------------------------------------------- fetching */
 
-/* Rows @row0 .. of a matrix, block @kb, as NR pieces of each thread. */
-template <u32 NR>
-KVK_DEV void mid_load(u8 *dst, const u16 *src, u64 stride, u32 row0, u32 rows, u32 kb,
-		      u32 cols)
+KVK_DEV void mid_fetch_w(const struct mid_params &p, u32 slot, u32 bar, u32 kb, u32 row0,
+			 u64 policy)
 {
-	const u32 q = threadIdx.x % 16, col = kb * 128 + q * 8;
-	const u32 left = col < cols ? min((cols - col) * 2, 16u) : 0;
-
+	ptx_mbar_expect(bar, 2 * MID_HALF);
 #pragma unroll
-	for (u32 i = 0; i < NR; i++) {
-		const u32 r = threadIdx.x / 16 + i * (MID_THREADS / 16), row = row0 + r;
-		const bool in = row < rows && left;
+	for (u32 h = 0; h < 2; h++) {
+		const int at[5] = {(int)(kb * 128 + h * 64), (int)row0, (int)blockIdx.y,
+				   0, 0};
 
-		tile_copy16(dst + mid_piece(r, q), src + (in ? row * stride + col : 0),
-			    in ? left : 0);
+		tma_load_5d(slot + h * MID_HALF, &p.w, bar, at, policy);
 	}
 }
 
-/* acc += 16 rows x 128 columns of W times 8 NT tokens: a warp's share of a block */
-template <u32 NT> KVK_DEV void mid_mma(const u8 *w, const u8 *x, float (&acc)[NT][4])
+template <u32 N>
+KVK_DEV void mid_fetch_x(const struct mid_params &p, u32 slot, u32 bar, u32 kb)
 {
-	const u32 g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+	ptx_mbar_expect(bar, 2 * mid_size<N>::x_half);
+#pragma unroll
+	for (u32 h = 0; h < 2; h++)
+		tma_load_4d(slot + h * mid_size<N>::x_half, &p.x, bar,
+			    (int)(kb * 128 + h * 64), (int)(blockIdx.z * N),
+			    (int)blockIdx.y, 0);
+}
 
-#pragma unroll
-	for (u32 j = 0; j < 4; j++) {
-		const uint4 lo = *(const uint4 *)(w + mid_piece(g, j * 4 + t));
-		const uint4 hi = *(const uint4 *)(w + mid_piece(g + 8, j * 4 + t));
-		const u32 a0[4] = {lo.x, hi.x, lo.y, hi.y};
-		const u32 a1[4] = {lo.z, hi.z, lo.w, hi.w};
-		uint4 b[NT];
+/* One thread: everything the CTA reads. A slot is filled again when the four warps are through. */
+template <u32 N> KVK_DEV void mid_fetch(const struct mid_params &p, u32 smem, u32 chain)
+{
+	using size = mid_size<N>;
+	const u32 row0 = blockIdx.x / p.ctas * MID_ROWS;
+	const u64 policy = ptx_policy_stream();
+	u32 w_kb = chain, w_slot = 0, x_slot = 0, turn = 0;
+	const auto next_w = [&]() {
+		if (w_kb >= p.nr_blocks)
+			return;
+		mid_fetch_w(p, smem + w_slot * 2 * MID_HALF,
+			    smem + size::w_full + w_slot * 8, w_kb, row0, policy);
+		w_slot = w_slot + 1 == size::w_deep ? 0 : w_slot + 1;
+		w_kb = mid_next(p, w_kb);
+	};
 
-#pragma unroll
-		for (u32 nt = 0; nt < NT; nt++)
-			b[nt] = *(const uint4 *)(x + mid_piece(nt * 8 + g, j * 4 + t));
-#pragma unroll
-		for (u32 nt = 0; nt < NT; nt++)
-			tile_mma16<true>(acc[nt], a0, b[nt].x, b[nt].y);
-#pragma unroll
-		for (u32 nt = 0; nt < NT; nt++)
-			tile_mma16<true>(acc[nt], a1, b[nt].z, b[nt].w);
+	for (u32 i = 0; i < size::w_deep; i++)
+		next_w();
+	ptx_grid_wait();
+	for (u32 kb = chain; kb < p.nr_blocks; kb = mid_next(p, kb)) {
+		if (turn)
+			ptx_mbar_wait(smem + size::used + x_slot * 8, turn - 1 & 1);
+		mid_fetch_x<N>(p, smem + size::x_at + x_slot * 2 * size::x_half,
+			       smem + size::x_full + x_slot * 8, kb);
+		if (turn)
+			next_w();
+		x_slot = x_slot + 1 == size::x_deep ? 0 : x_slot + 1;
+		turn += x_slot == 0;
 	}
 }
 
-KVK_DEV void mid_put(const struct mid_params &p, u32 tok, u32 row, float v)
-{
-	const struct kvk_linear_args &a = p.a;
-	const u64 at = tok * p.y_stride + blockIdx.y * p.y_batch + row;
+/* ---------------------------------------------------------------------------- multiplying */
 
-	if (tok >= a.nr_tokens || row >= a.w.rows)
-		return;
-	if (a.bias)
-		v += a.bias[row];
-	if (a.accumulate)
-		v += dev_act_get(a.y_dtype, a.y, at);
-	if (a.y_dtype == KVK_F32)
-		((float *)a.y)[at] = v;
-	else
-		((u16 *)a.y)[at] = kvk_f32_to_bf16(v);
+/* total = the chains' sums, added in turn */
+template <u32 N>
+KVK_DEV void mid_multiply(const struct mid_params &p, u32 smem, u32 chain,
+			  float (&total)[N / 2])
+{
+	using size = mid_size<N>;
+	u32 w_slot = 0, x_slot = 0, w_turn = 0, x_turn = 0;
+	float acc[N / 2];
+	int more = 0;
+
+	for (u32 kb = chain; kb < p.nr_blocks; kb = mid_next(p, kb)) {
+		const u64 w = wgm_desc(smem + w_slot * 2 * MID_HALF);
+		const u64 x = wgm_desc(smem + size::x_at + x_slot * 2 * size::x_half);
+
+		ptx_mbar_wait(smem + size::w_full + w_slot * 8, w_turn);
+		ptx_mbar_wait(smem + size::x_full + x_slot * 8, x_turn);
+		wgm_fence();
+#pragma unroll
+		for (u32 k = 0; k < 8; k++) {
+			wgm_ss_few<N>(
+				acc, wgm_desc_at(w, k / 4 * (MID_HALF / 16) + k % 4 * 2),
+				wgm_desc_at(x, k / 4 * (size::x_half / 16) + k % 4 * 2),
+				more);
+			more = 1;
+		}
+		wgm_commit();
+		wgm_wait<0>();
+		wgm_keep(acc);
+		if (threadIdx.x % 32 == 0)
+			ptx_mbar_arrive(smem + size::used + x_slot * 8);
+		if (++w_slot == size::w_deep)
+			w_slot = 0, w_turn ^= 1;
+		if (++x_slot == size::x_deep)
+			x_slot = 0, x_turn ^= 1;
+		if (kb + MID_CHAINS < p.nr_blocks)
+			continue;
+#pragma unroll
+		for (u32 i = 0; i < N / 2; i++)
+			total[i] += acc[i];
+		more = 0;
+	}
 }
 
-/* What a matrix instruction gave this thread: rows @row and @row + 8, tokens @tok, @tok + 1. */
-KVK_DEV void mid_put4(const struct mid_params &p, u32 tok, u32 row, float4 v)
+/* ----------------------------------------------------------------------------- adding up */
+
+/* Four rows of y, from @at on; of MID_ANY those from @nr on are not there. BF16: two words. */
+template <u32 KIND>
+KVK_DEV void mid_get4(const void *y, u32 dtype, u64 at, u32 nr, u32 (&v)[4])
 {
-	mid_put(p, tok, row, v.x);
-	mid_put(p, tok + 1, row, v.y);
-	mid_put(p, tok, row + 8, v.z);
-	mid_put(p, tok + 1, row + 8, v.w);
+	if (KIND == MID_F32) {
+		const uint4 f = *(const uint4 *)((const float *)y + at);
+
+		v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
+	} else if (KIND == MID_BF16) {
+		const uint2 f = *(const uint2 *)((const u16 *)y + at);
+
+		v[0] = f.x, v[1] = f.y;
+	} else {
+#pragma unroll
+		for (u32 i = 0; i < 4; i++)
+			if (i < nr)
+				v[i] = __float_as_uint(dev_act_get(dtype, y, at + i));
+	}
 }
 
-/* Token and row of the first of the four values that thread @t has of matrix instruction @i. */
-template <u32 NT> KVK_DEV u32 mid_token(u32 t, u32 i)
+template <u32 KIND> KVK_DEV float mid_float(const u32 (&v)[4], u32 i)
 {
-	return t / 128 * NT * 8 + i * 8 + t % 4 * 2;
+	if (KIND == MID_BF16)
+		return __uint_as_float(i % 2 ? v[i / 2] & 0xffff0000u : v[i / 2] << 16);
+	return __uint_as_float(v[i]);
 }
 
-KVK_DEV u32 mid_row(u32 t)
+template <u32 KIND>
+KVK_DEV void mid_put4(void *y, u32 dtype, u64 at, u32 nr, const float (&v)[4])
 {
-	return t / 32 % 4 * 16 + t % 32 / 4;
+	if (KIND == MID_F32) {
+		*(float4 *)((float *)y + at) = make_float4(v[0], v[1], v[2], v[3]);
+	} else if (KIND == MID_BF16) {
+		*(uint2 *)((u16 *)y + at) =
+			make_uint2(ptx_bf16x2(v[0], v[1]), ptx_bf16x2(v[2], v[3]));
+	} else {
+#pragma unroll
+		for (u32 i = 0; i < 4; i++) {
+			if (i < nr && dtype == KVK_F32)
+				((float *)y)[at + i] = v[i];
+			else if (i < nr)
+				((u16 *)y)[at + i] = kvk_f32_to_bf16(v[i]);
+		}
+	}
+}
+
+/* Four rows of a token, summed over the chains in turn. @part: [N][MID_LINE] of each CTA */
+KVK_DEV float4 mid_sum(const struct mid_params &p, const float4 *part)
+{
+	float4 v[MID_CHAINS], sum = make_float4(0, 0, 0, 0);
+
+	if (p.ctas == 1)
+		return *part;
+#pragma unroll
+	for (u32 c = 0; c < MID_CHAINS; c++)
+		if (c < p.ctas)
+			v[c] = tile_cluster_get(part, c);
+#pragma unroll
+	for (u32 c = 0; c < MID_CHAINS; c++) {
+		if (c >= p.ctas)
+			continue;
+		sum.x += v[c].x;
+		sum.y += v[c].y;
+		sum.z += v[c].z;
+		sum.w += v[c].w;
+	}
+	return sum;
 }
 
 /*
- * The chains' shares in turn, then y. Each CTA of the cluster adds up as many fours as any other:
- * what comes from the others' shared memory is slow, and slower if it is all fetched by a few.
+ * The sums to shared memory, then y: this CTA's share of the tokens. What was in y comes before
+ * the barrier, all of it at once: a load behind each store took 6 us. No sum is -0, so nothing
+ * changes by adding a bias or a y that are not there.
  */
-template <u32 NT>
-KVK_DEV void mid_reduce(const struct mid_params &p, const float (&acc)[NT][4], u32 chain,
-			u32 token0, u32 row0, float4 *red)
+template <u32 N, u32 KIND>
+KVK_DEV void mid_finish(const struct mid_params &p, float *part, u32 chain,
+			const float (&total)[N / 2])
 {
-	const u32 share = NT * MID_THREADS / p.ctas;
+	const u32 t = threadIdx.x, share = max(N / p.ctas, 1u), first = chain * share;
+	const u32 row = blockIdx.x / p.ctas * MID_ROWS + t % 16 * 4;
+	const u32 nr = row < p.a.w.rows ? min(p.a.w.rows - row, 4u) : 0;
+	const u32 left = p.a.nr_tokens - min(p.a.nr_tokens, blockIdx.z * N);
+	const u32 end = nr && first < N ? min(left, first + share) : 0;
+	const u64 base = blockIdx.z * N * p.y_stride + blockIdx.y * p.y_batch + row;
+	const u32 lane_row = t / 32 * 16 + t % 32 / 4, dtype = p.a.y_dtype;
+	u32 old[N / 8][4] = {};
+	float bias[4] = {};
 
 #pragma unroll
-	for (u32 i = 0; i < NT; i++)
-		red[i * MID_THREADS + threadIdx.x] =
-			make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+	for (u32 k = 0; k < N / 8; k++) {
+		const u32 tok = first + t / 16 + k * 8;
+
+		if (p.a.accumulate && tok < end)
+			mid_get4<KIND>(p.a.y, dtype, base + tok * p.y_stride, nr, old[k]);
+	}
+#pragma unroll
+	for (u32 i = 0; i < 4; i++)
+		if (p.a.bias && i < nr)
+			bias[i] = p.a.bias[row + i];
+#pragma unroll
+	for (u32 i = 0; i < N / 2; i++)
+		part[(i / 4 * 8 + t % 4 * 2 + i % 2) * MID_LINE + lane_row +
+		     i % 4 / 2 * 8] = total[i];
 	tile_cluster_sync();
-	for (u32 at = chain * share + threadIdx.x; at < (chain + 1) * share;
-	     at += MID_THREADS) {
-		float4 part[MID_CHAINS], sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+	for (u32 k = 0; k < N / 8; k++) {
+		const u32 tok = first + t / 16 + k * 8;
+
+		if (tok < end) {
+			const float4 sum = mid_sum(
+				p, (const float4 *)(part + tok * MID_LINE + t % 16 * 4));
+			float v[4] = {sum.x, sum.y, sum.z, sum.w};
 
 #pragma unroll
-		for (u32 c = 0; c < MID_CHAINS; c++)
-			if (c < p.ctas)
-				part[c] = tile_cluster_get(red + at, c);
-#pragma unroll
-		for (u32 c = 0; c < MID_CHAINS; c++) {
-			if (c >= p.ctas)
-				continue;
-			sum.x += part[c].x;
-			sum.y += part[c].y;
-			sum.z += part[c].z;
-			sum.w += part[c].w;
+			for (u32 i = 0; i < 4; i++)
+				v[i] = v[i] + bias[i] + mid_float<KIND>(old[k], i);
+			mid_put4<KIND>(p.a.y, dtype, base + tok * p.y_stride, nr, v);
 		}
-		mid_put4(p, token0 + mid_token<NT>(at % MID_THREADS, at / MID_THREADS),
-			 row0 + mid_row(at % MID_THREADS), sum);
-	}
-	tile_cluster_sync(); /* nobody leaves while its memory is read */
-}
-
-/* total += acc, in the order of the chains */
-template <u32 NT> KVK_DEV void mid_chain_end(float (&total)[NT][4], float (&acc)[NT][4])
-{
-#pragma unroll
-	for (u32 i = 0; i < NT * 4; i++) {
-		total[i / 4][i % 4] += acc[i / 4][i % 4];
-		acc[i / 4][i % 4] = 0.0f;
 	}
 }
 
-/* grid: (CTAs of a cluster x tiles of 64 rows, matrices, runs of 16 NT tokens); a warp has 16
- * rows and 8 NT tokens */
-template <u32 NT>
+/* grid: (CTAs of a cluster x tiles of 64 rows, matrices, runs of N tokens) */
+template <u32 N>
 __global__ void __launch_bounds__(MID_THREADS, 2)
 	linear_mid_kernel(const __grid_constant__ struct mid_params p)
 {
-	DEV_DYNAMIC_SHARED(smem);
-	const u32 slot = MID_W_BYTES + NT * 16 * 256;
-	const u32 w_warp = threadIdx.x / 32 % 4 * 16 * 256;
-	const u32 x_warp = MID_W_BYTES + threadIdx.x / 128 * NT * 8 * 256;
-	const struct kvk_weight &w = p.a.w;
-	const u32 chain = blockIdx.x % p.ctas, row0 = blockIdx.x / p.ctas * MID_ROWS;
-	const u16 *w_src = (const u16 *)w.data + (u64)blockIdx.y * w.rows * w.cols;
-	const u32 token0 = blockIdx.z * NT * 16, nr_tokens = p.a.nr_tokens - token0;
-	const u16 *x_src =
-		(const u16 *)p.a.x + blockIdx.y * p.x_batch + token0 * p.x_stride;
-	float acc[NT][4] = {}, total[NT][4] = {};
-	u32 at = 0, load = chain;
+	using size = mid_size<N>;
+	extern __shared__ __align__(1024) u8 mid_smem[];
+	const u32 smem = ptx_smem(mid_smem), chain = blockIdx.x % p.ctas;
+	float total[N / 2] = {};
 
 	ptx_grid_launch();
-#pragma unroll
-	for (u32 i = 0; i < MID_DEEP - 1; i++) {
-		if (load >= p.nr_blocks)
-			continue;
-		mid_load<4>(smem + i * slot, w_src, w.cols, row0, w.rows, load, w.cols);
-		load = mid_next(p, load);
+	if (threadIdx.x == 0) {
+		for (u32 i = 0; i < size::w_deep + size::x_deep; i++)
+			ptx_mbar_init(smem + size::w_full + i * 8, 1);
+		for (u32 i = 0; i < size::x_deep; i++)
+			ptx_mbar_init(smem + size::used + i * 8, MID_USERS / 32);
+		SM90_ASM("fence.mbarrier_init.release.cluster;" ::: "memory");
 	}
-	ptx_grid_wait();
-	load = chain;
-#pragma unroll
-	for (u32 i = 0; i < MID_DEEP - 1; i++) {
-		if (load < p.nr_blocks) {
-			mid_load<NT>(smem + i * slot + MID_W_BYTES, x_src, p.x_stride, 0,
-				     nr_tokens, load, w.cols);
-			load = mid_next(p, load);
-		}
-		tile_commit();
+	__syncthreads();
+	if (threadIdx.x == MID_USERS)
+		mid_fetch<N>(p, smem, chain);
+	__syncwarp();
+	if (threadIdx.x < MID_USERS) {
+		ptx_grid_wait();
+		mid_multiply<N>(p, smem, chain, total);
 	}
-	for (u32 kb = chain; kb < p.nr_blocks; kb = mid_next(p, kb)) {
-		u8 *to = smem + (at + MID_DEEP - 1) % MID_DEEP * slot;
-
-		tile_wait_all_but<MID_DEEP - 2>();
-		__syncthreads(); /* the block is here, and the one before is used up */
-		if (load < p.nr_blocks) {
-			mid_load<4>(to, w_src, w.cols, row0, w.rows, load, w.cols);
-			mid_load<NT>(to + MID_W_BYTES, x_src, p.x_stride, 0, nr_tokens,
-				     load, w.cols);
-			load = mid_next(p, load);
-		}
-		tile_commit();
-		mid_mma<NT>(smem + at * slot + w_warp, smem + at * slot + x_warp, acc);
-		at = at + 1 == MID_DEEP ? 0 : at + 1;
-		if (kb + MID_CHAINS >= p.nr_blocks)
-			mid_chain_end<NT>(total, acc);
-	}
-	tile_wait_all_but<0>();
-	if (p.ctas > 1) {
-		__syncthreads();
-		mid_reduce<NT>(p, total, chain, token0, row0, (float4 *)smem);
-		return;
-	}
-#pragma unroll
-	for (u32 i = 0; i < NT; i++) {
-		const float(&v)[4] = total[i];
-
-		mid_put4(p, token0 + mid_token<NT>(threadIdx.x, i),
-			 row0 + mid_row(threadIdx.x),
-			 make_float4(v[0], v[1], v[2], v[3]));
-	}
+	__syncthreads(); /* the rings are used up: sums take their place */
+	if (threadIdx.x >= MID_USERS)
+		tile_cluster_sync();
+	else if (p.kind == MID_BF16)
+		mid_finish<N, MID_BF16>(p, (float *)mid_smem, chain, total);
+	else if (p.kind == MID_F32)
+		mid_finish<N, MID_F32>(p, (float *)mid_smem, chain, total);
+	else
+		mid_finish<N, MID_ANY>(p, (float *)mid_smem, chain, total);
+	tile_cluster_sync(); /* nobody leaves while its memory is read */
 }
+
+/* ------------------------------------------------------------------------------ launching */
 
 bool kvk_linear_mid_ok(const struct kvk_linear_args *a)
 {
 	const u64 xs = kvk_linear_x_stride(a), xb = kvk_linear_x_batch(a);
 
-	return a->x_dtype == KVK_BF16 && a->w.dtype == KVK_BF16 && a->nr_tokens > 16 &&
+	return a->x_dtype == KVK_BF16 && a->w.dtype == KVK_BF16 && a->nr_tokens &&
 	       a->nr_tokens <= MID_TOKENS && a->w.cols % 8 == 0 && xs % 8 == 0 &&
 	       (a->nr_batch == 1 || xb % 8 == 0) && dev_aligned(a->x, 16) &&
 	       dev_aligned(a->w.data, 16) && a->w.rows && a->w.cols && a->nr_batch &&
 	       a->nr_batch <= 65535;
 }
 
-template <u32 NT> static int mid_launch(const struct mid_params *p, kvk_stream stream)
+/* [batch][rows][cols] in boxes of @box_rows x 64 columns; strides in elements */
+static int mid_map(tensor_encode_fn encode, CUtensorMap *map, const void *data,
+		   const u64 (&dim)[3], u64 row_stride, u64 batch_stride, u32 box_rows,
+		   u32 rank)
+{
+	const cuuint64_t dims[5] = {dim[0], dim[1], dim[2], 1, 1};
+	const cuuint64_t strides[4] = {row_stride * 2, batch_stride * 2, batch_stride * 2,
+				       batch_stride * 2};
+	const cuuint32_t box[5] = {64, box_rows, 1, 1, 1}, step[5] = {1, 1, 1, 1, 1};
+
+	return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, (void *)data, dims,
+		      strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+		      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+		      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
+		       ? 0
+		       : -EIO;
+}
+
+static int mid_maps(struct mid_params *p, u32 n)
+{
+	const struct kvk_linear_args *a = &p->a;
+	const u64 w_dim[3] = {a->w.cols, a->w.rows, a->nr_batch};
+	const u64 x_dim[3] = {a->w.cols, a->nr_tokens, a->nr_batch};
+	const u64 xs = kvk_linear_x_stride(a);
+	const tensor_encode_fn encode = tensor_encode_find();
+	int r;
+
+	if (!encode)
+		return -EIO;
+	r = mid_map(encode, &p->w, a->w.data, w_dim, a->w.cols,
+		    (u64)a->w.rows * a->w.cols, MID_ROWS, 5);
+	/* one matrix: its stride to the next one is not used, and any will do */
+	return r ? r
+		 : mid_map(encode, &p->x, a->x, x_dim, xs,
+			   a->nr_batch == 1 ? xs : kvk_linear_x_batch(a), n, 4);
+}
+
+template <u32 N> static int mid_launch(struct mid_params *p, kvk_stream stream)
 {
 	const u32 tiles = (p->a.w.rows + MID_ROWS - 1) / MID_ROWS;
-	const int bytes = (int)(MID_DEEP * (MID_ROWS + NT * 16) * 256);
 	cudaLaunchAttribute attr[2] = {};
 	cudaLaunchConfig_t cfg = {};
+	int r = mid_maps(p, N);
 
-	if (cudaFuncSetAttribute((const void *)linear_mid_kernel<NT>,
+	if (r)
+		return r;
+	if (cudaFuncSetAttribute((const void *)linear_mid_kernel<N>,
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
-				 bytes) != cudaSuccess) {
+				 (int)mid_size<N>::all) != cudaSuccess) {
 		(void)cudaGetLastError();
 		return -EIO;
 	}
@@ -284,32 +404,36 @@ template <u32 NT> static int mid_launch(const struct mid_params *p, kvk_stream s
 	attr[1].id = cudaLaunchAttributeClusterDimension;
 	attr[1].val.clusterDim.x = p->ctas;
 	attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
-	cfg.gridDim = dim3(tiles * p->ctas, p->a.nr_batch,
-			   (p->a.nr_tokens + NT * 16 - 1) / (NT * 16));
+	cfg.gridDim = dim3(tiles * p->ctas, p->a.nr_batch, (p->a.nr_tokens + N - 1) / N);
 	cfg.blockDim = dim3(MID_THREADS);
-	cfg.dynamicSmemBytes = (size_t)bytes;
+	cfg.dynamicSmemBytes = mid_size<N>::all;
 	cfg.stream = (cudaStream_t)stream;
 	cfg.attrs = attr;
 	cfg.numAttrs = p->ctas > 1 ? 2 : 1;
-	return cudaLaunchKernelEx(&cfg, linear_mid_kernel<NT>, *p) ? -EIO : 0;
+	return cudaLaunchKernelEx(&cfg, linear_mid_kernel<N>, *p) ? -EIO : 0;
 }
 
 int kvk_linear_mid_cuda(const struct kvk_linear_args *a, kvk_stream stream)
 {
 	const u64 tiles = (u64)((a->w.rows + MID_ROWS - 1) / MID_ROWS) * a->nr_batch;
+	const u32 vec_bytes = a->y_dtype == KVK_F32 ? 16 : 8;
 	struct mid_params p = {};
 
 	p.a = *a;
-	p.x_batch = kvk_linear_x_batch(a);
 	p.y_batch = kvk_linear_y_batch(a);
-	p.x_stride = kvk_linear_x_stride(a);
 	p.y_stride = kvk_linear_y_stride(a);
+	if (a->w.rows % 4 == 0 && p.y_stride % 4 == 0 && p.y_batch % 4 == 0 &&
+	    dev_aligned(a->y, vec_bytes))
+		p.kind = a->y_dtype == KVK_F32 ? MID_F32 : MID_BF16;
 	p.nr_blocks = (a->w.cols + 127) / 128;
 	p.ctas = 1;
 	while (tiles < MID_ALONE && p.ctas < KV_MIN(p.nr_blocks, MID_CHAINS))
 		p.ctas *= 2;
-	/* work for the other SMs: W's rows come from L2 a second time, for the other tokens */
-	if (a->nr_tokens <= 32 || tiles * p.ctas <= MID_FEW)
-		return mid_launch<2>(&p, stream);
-	return mid_launch<4>(&p, stream);
+	if (a->nr_tokens <= 8)
+		return mid_launch<8>(&p, stream);
+	if (a->nr_tokens <= 16)
+		return mid_launch<16>(&p, stream);
+	if (a->nr_tokens <= 32)
+		return mid_launch<32>(&p, stream);
+	return mid_launch<64>(&p, stream);
 }

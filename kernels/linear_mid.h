@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* linear_mid.h - linear on the GPU for 17 to 64 tokens: a decode step of many requests. */
+/* linear_mid.h - linear on the GPU for up to 64 tokens: a decode step. */
 #ifndef KVK_LINEAR_MID_H
 #define KVK_LINEAR_MID_H
 
@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/* Is this shape built? x and W BF16, 17 to 64 tokens; 16-byte aligned rows. */
+/* Is this shape built? x and W BF16, 1 to 64 tokens; 16-byte aligned rows. */
 bool kvk_linear_mid_ok(const struct kvk_linear_args *a);
 
 /**

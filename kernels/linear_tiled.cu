@@ -10,9 +10,9 @@
  * many others are computed with it.
  *
  * Columns travel through two buffers in shared memory by cp.async. A lane of the matrix
- * instruction reads columns 8 c .. 8 c + 7 of a row at once (c = lane % 4); pieces of 64
- * (E4M3: 32) bytes are swapped by row so that eight lanes meet no bank twice. E4M3 rounds
- * x to e4m3 per token and 128 columns in place, before the products.
+ * instruction reads columns 8 c .. 8 c + 7 of a row at once (c = lane % 4), BF16 4 c .. 4 c + 3
+ * of two times 16; pieces are swapped by row so that no bank is met twice. E4M3 rounds x to e4m3
+ * per token and 128 columns in place, before the products.
  */
 #include "kernels/attn_cuda.h"
 #include "kernels/dev.cuh"
@@ -43,10 +43,11 @@ template <u32 DTYPE> struct tile_size {
 	static const u32 stage = scale_at + TILE_TOKENS * 4;
 };
 
-/* Where 16-byte piece @q of row @r of 256 bytes lies. */
+/* Where 16-byte piece @q of row @r of 256 bytes lies: neither eight lanes with whole pieces nor
+ * sixteen with halves meet a bank twice. */
 KVK_DEV u32 wide_at(u32 r, u32 q)
 {
-	return r * 256 + (q ^ (r & 1) << 2) * 16;
+	return r * 256 + (q ^ ((r & 1) << 2 | (r & 2))) * 16;
 }
 
 /* The same of a row of 128 bytes. */
@@ -140,14 +141,34 @@ KVK_DEV void tile_round_x(u8 *stage)
 		((float *)(stage + size::scale_at))[r] = scale;
 }
 
+/* BF16: columns 4 c .. 4 c + 3 of each 16 of a row's 32, as four pairs. */
+KVK_DEV void tile_wide(const u8 *rows, u32 r, u32 j, u32 c, u32 (&v)[4])
+{
+	const uint2 lo = *(const uint2 *)(rows + wide_at(r, j * 4 + c / 2) + c % 2 * 8);
+	const uint2 hi =
+		*(const uint2 *)(rows + wide_at(r, j * 4 + 2 + c / 2) + c % 2 * 8);
+
+	v[0] = lo.x, v[1] = lo.y, v[2] = hi.x, v[3] = hi.y;
+}
+
+/* Eight columns of a row of x as four pairs. */
+template <u32 DTYPE> KVK_DEV void tile_x(const u8 *rows, u32 r, u32 j, u32 c, u32 (&v)[4])
+{
+	if (DTYPE == KVK_BF16) {
+		tile_wide(rows, r, j, c, v);
+	} else {
+		const uint4 q = *(const uint4 *)(rows + wide_at(r, j * 4 + c));
+
+		v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
+	}
+}
+
 /* Eight columns of a row of W as four pairs. */
 template <u32 DTYPE>
 KVK_DEV void tile_w(const u8 *stage, u32 r, u32 j, u32 c, u32 (&v)[4])
 {
 	if (DTYPE == KVK_BF16) {
-		uint4 q = *(const uint4 *)(stage + wide_at(r, j * 4 + c));
-
-		v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
+		tile_wide(stage, r, j, c, v);
 	} else {
 		uint2 q =
 			*(const uint2 *)(stage + narrow_at(r, j * 2 + c / 2) + c % 2 * 8);
@@ -171,12 +192,8 @@ template <u32 DTYPE> KVK_DEV void tile_mma(const u8 *stage, float (&acc)[2][4][4
 		u32 b[4][4];
 
 #pragma unroll
-		for (u32 nt = 0; nt < 4; nt++) {
-			uint4 q = *(const uint4 *)(stage + size::x_at +
-						   wide_at(tok + nt * 8, j * 4 + c));
-
-			b[nt][0] = q.x, b[nt][1] = q.y, b[nt][2] = q.z, b[nt][3] = q.w;
-		}
+		for (u32 nt = 0; nt < 4; nt++)
+			tile_x<DTYPE>(stage + size::x_at, tok + nt * 8, j, c, b[nt]);
 #pragma unroll
 		for (u32 mt = 0; mt < 2; mt++) {
 			u32 lo[4], hi[4];

@@ -7,7 +7,10 @@
  * dot product's order follows from cols alone: the same bits for any number of tokens.
  * Weights go from memory to the A operand of mma.m16n8k16 without a stop in shared
  * memory: lane 4 g + t reads columns 8 t .. + 7 of a block of 32 for rows g and g + 8,
- * and x in the same order is B.
+ * and x in the same order is B. BF16: columns 4 t .. + 3 of each half, so that a product takes
+ * 16 columns that lie together, as wgmma does from shared memory (linear_mid.cu). Within those 16
+ * their order does not matter, and both instructions give the same bits (measured on the H200,
+ * 60 matrices of up to 80 binary orders of magnitude).
  *
  * Weights F32 and activations F32 are split in two bf16 (16 bits of mantissa); BF16, INT4
  * and E4M3 are exact. E4M3 rounds x to e4m3 per token and 128 columns first, as the
@@ -60,17 +63,34 @@ __device__ __forceinline__ uint32_t e4m3_pair(uint32_t two)
 	return arch_e4m3_f16(two);
 }
 
-/* Columns k .. k + 7 of a row; zero beyond the end (INT4's zero is 8). */
+/* Where lane t's eight columns of 32 begin, and how far from the first its last four lie. */
+template <uint32_t DTYPE> __device__ __forceinline__ uint32_t lane_col(void)
+{
+	return threadIdx.x % 4 * (DTYPE == KVK_BF16 ? 4 : 8);
+}
+
+template <uint32_t DTYPE> __device__ __forceinline__ uint32_t lane_far(void)
+{
+	return DTYPE == KVK_BF16 ? 16 : 4;
+}
+
+/* The lane's columns of a row, from k on; zero beyond the end (INT4's zero is 8). */
 template <uint32_t DTYPE, bool FULL>
 __device__ __forceinline__ void load_row(const struct rows_w &w, int r, uint32_t k,
 					 uint4 (&v)[2])
 {
 	const uint8_t *p = w.row[r];
 
-	if (!FULL && k >= w.cols) {
+	if (DTYPE == KVK_BF16) {
+		uint2 a = make_uint2(0, 0), b = a;
+
+		if (FULL || k < w.cols)
+			a = __ldcs((const uint2 *)(p + k * 2));
+		if (FULL || k + 16 < w.cols)
+			b = __ldcs((const uint2 *)(p + k * 2 + 32));
+		v[0] = make_uint4(a.x, a.y, b.x, b.y);
+	} else if (!FULL && k >= w.cols) {
 		v[0] = v[1] = make_uint4(DTYPE == KVK_INT4 ? 0x88888888u : 0u, 0, 0, 0);
-	} else if (DTYPE == KVK_BF16) {
-		v[0] = __ldcs((const uint4 *)(p + k * 2));
 	} else if (DTYPE == KVK_F32) {
 		v[0] = __ldcs((const uint4 *)(p + k * 4));
 		v[1] = __ldcs((const uint4 *)(p + k * 4) + 1);
@@ -113,20 +133,37 @@ __device__ __forceinline__ void put_row(struct rows_a &a, int r, const uint4 (&v
 	}
 }
 
-/* Eight activations of a token; zeros beyond the end. */
+/* Four activations of a token; zeros beyond the end. */
 template <typename X>
+__device__ __forceinline__ void load_x4(const X *x, uint32_t k, uint32_t cols, float *v)
+{
+	float4 a = make_float4(0, 0, 0, 0);
+
+	if constexpr (sizeof(X) == 4) {
+		if (k < cols)
+			a = *(const float4 *)(x + k);
+	} else if (k < cols) {
+		uint2 b = *(const uint2 *)(x + k);
+
+		a = make_float4(
+			__uint_as_float(b.x << 16), __uint_as_float(b.x & 0xffff0000u),
+			__uint_as_float(b.y << 16), __uint_as_float(b.y & 0xffff0000u));
+	}
+	v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+}
+
+/* The lane's eight activations of a token, from @k on. */
+template <uint32_t DTYPE, typename X>
 __device__ __forceinline__ void load_x(const X *x, uint32_t k, uint32_t cols,
 				       float (&v)[8])
 {
-	if (k >= cols) {
+	if constexpr (sizeof(X) == 4 || DTYPE == KVK_BF16) {
+		load_x4(x, k, cols, v);
+		load_x4(x, k + lane_far<DTYPE>(), cols, v + 4);
+	} else if (k >= cols) {
 #pragma unroll
 		for (int i = 0; i < 8; i++)
 			v[i] = 0.0f;
-	} else if constexpr (sizeof(X) == 4) {
-		float4 a = *(const float4 *)(x + k), b = *(const float4 *)(x + k + 4);
-
-		v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
-		v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 	} else {
 		uint4 a = *(const uint4 *)(x + k);
 		const uint32_t w[4] = {a.x, a.y, a.z, a.w};
@@ -175,13 +212,12 @@ template <uint32_t DTYPE, typename X>
 __device__ __forceinline__ void load_b(const X *x, uint32_t k, uint32_t cols,
 				       struct rows_b (&b)[4], float &scale)
 {
-	const uint32_t t = threadIdx.x % 4;
 	float v[4][8];
 	uint32_t top = 0;
 
 #pragma unroll
 	for (int j = 0; j < 4; j++)
-		load_x(x, k + j * 32 + t * 8, cols, v[j]);
+		load_x<DTYPE>(x, k + j * 32 + lane_col<DTYPE>(), cols, v[j]);
 	scale = 1.0f;
 	if (DTYPE == KVK_E4M3) {
 #pragma unroll
@@ -307,7 +343,7 @@ __device__ __forceinline__ void rows_dot(float (&acc)[NT][4], const struct rows_
 {
 	constexpr int DEEP = DTYPE == KVK_F32 || NT > 2 ? 1 : 2;
 	constexpr uint32_t STEP = ROWS_WARPS * ROWS_BLOCK;
-	const uint32_t t = threadIdx.x % 4;
+	const uint32_t col = lane_col<DTYPE>();
 	uint32_t k = threadIdx.x / 32 * ROWS_BLOCK;
 
 #pragma unroll
@@ -319,7 +355,7 @@ __device__ __forceinline__ void rows_dot(float (&acc)[NT][4], const struct rows_
 #pragma unroll
 		for (int j = 0; j < 8 * DEEP; j++)
 			load_row<DTYPE, true>(w, j % 2,
-					      k + j / 8 * STEP + j / 2 % 4 * 32 + t * 8,
+					      k + j / 8 * STEP + j / 2 % 4 * 32 + col,
 					      raw[j / 8][j / 2 % 4][j % 2]);
 #pragma unroll
 		for (int d = 0; d < DEEP; d++)
@@ -330,7 +366,7 @@ __device__ __forceinline__ void rows_dot(float (&acc)[NT][4], const struct rows_
 
 #pragma unroll
 		for (int j = 0; j < 8; j++)
-			load_row<DTYPE, false>(w, j % 2, k + j / 2 * 32 + t * 8,
+			load_row<DTYPE, false>(w, j % 2, k + j / 2 * 32 + col,
 					       raw[j / 2][j % 2]);
 		rows_block<DTYPE, X, NT>(acc, w, x, raw, k);
 	}

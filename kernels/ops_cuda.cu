@@ -13,13 +13,10 @@
 #include "kernels/moe_cuda.h"
 
 /* From here on tiles are better than reading W again for every 32 tokens; same bits. */
-#define LINEAR_FEW	  32u
-/* W so small that it stays in L2 while it is read once for each 16 tokens: better than tiles
- * that are too few for the SMs. Tokens of one call of linear_few.cu. */
-#define LINEAR_FEW_ROWS	  4096u
-#define LINEAR_FEW_COLS	  1024u
-#define LINEAR_FEW_TOKENS 16u
-#define LINEAR_MID	  64u
+#define LINEAR_FEW	   32u
+/* Weights from which on a matrix takes CTAs several rounds, and tokens for which that matters. */
+#define LINEAR_LONG	   (24ull << 20)
+#define LINEAR_LONG_TOKENS 8u
 
 static int attn_check(const struct kvk_attn_args *a)
 {
@@ -82,29 +79,11 @@ static int moe_int4(const struct kvk_moe_args *a, kvk_stream stream)
 	return hopper_code ? kvk_moe_int4_cuda(a, stream) : -EINVAL;
 }
 
-/* Some tokens after the others; every token is computed by itself, so the bits are the same. */
-static int linear_by_16(const struct kvk_linear_args *a, kvk_stream stream)
+/* A matrix of many rounds, a few tokens: linear_few.cu's ring runs on from tile to tile. */
+static bool linear_is_long(const struct kvk_linear_args *a)
 {
-	const u64 xs = kvk_linear_x_stride(a), ys = kvk_linear_y_stride(a);
-	int r = 0;
-
-	for (u32 t = 0; t < a->nr_tokens && !r; t += LINEAR_FEW_TOKENS) {
-		struct kvk_linear_args part = *a;
-
-		part.nr_tokens = KV_MIN(a->nr_tokens - t, LINEAR_FEW_TOKENS);
-		part.x = (const u16 *)a->x + t * xs;
-		part.y = (u8 *)a->y + t * ys * (a->y_dtype == KVK_F32 ? 4 : 2);
-		r = kvk_linear_cuda(&part, stream);
-	}
-	return r;
-}
-
-static bool linear_is_mid(const struct kvk_linear_args *a)
-{
-	return a->nr_tokens > LINEAR_FEW_TOKENS && a->nr_tokens <= LINEAR_MID &&
-	       a->nr_batch == 1 && a->x_dtype == KVK_BF16 && a->w.dtype == KVK_BF16 &&
-	       a->w.rows <= LINEAR_FEW_ROWS && a->w.cols >= LINEAR_FEW_COLS && a->x &&
-	       a->y;
+	return a->nr_tokens <= LINEAR_LONG_TOKENS &&
+	       (u64)a->w.rows * a->w.cols * a->nr_batch >= LINEAR_LONG;
 }
 
 /* What kvk_linear_cuda() refuses, kvk_linear_mid_ok() apart. */
@@ -116,10 +95,8 @@ static bool linear_dense(const struct kvk_linear_args *a)
 
 static int linear(const struct kvk_linear_args *a, kvk_stream stream)
 {
-	if (hopper_code && kvk_linear_mid_ok(a) && linear_dense(a))
+	if (hopper_code && kvk_linear_mid_ok(a) && linear_dense(a) && !linear_is_long(a))
 		return kvk_linear_mid_cuda(a, stream);
-	if (hopper_code && linear_is_mid(a))
-		return linear_by_16(a, stream);
 	if (a->nr_tokens > LINEAR_FEW && kvk_linear_tiled_ok(a))
 		return kvk_linear_tiled_cuda(a, stream);
 	return kvk_linear_cuda(a, stream);

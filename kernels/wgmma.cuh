@@ -85,6 +85,18 @@ WGM_DEV uint64_t wgm_desc_at(uint64_t desc, uint32_t units)
 		"%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,"      \
 		"%121,%122,%123,%124,%125,%126,%127"
 
+/* Few columns: a decode step's tokens. Both K-major, bf16. */
+#define WGM_SS_FEW(N, R, F, A, B, P)                                            \
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"               \
+		 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" R \
+		 "}, %" #A ", %" #B ", p, 1, 1, 0, 0;\n}"                       \
+		 : F                                                            \
+		 : "l"(a), "l"(b), "r"(use_d))
+#define WGM_F4(d)   "+f"((d)[0]), "+f"((d)[1]), "+f"((d)[2]), "+f"((d)[3])
+#define WGM_TWO8(d) WGM_F8(d, 0), WGM_F8(d, 8)
+#define WGM_R8	    "%0,%1,%2,%3,%4,%5,%6,%7"
+#define WGM_R16	    WGM_R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+
 /* T: "f16" or "bf16" */
 #define WGM_SS_64(T)                                                                \
 	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                       \
@@ -125,6 +137,24 @@ WGM_DEV uint64_t wgm_desc_at(uint64_t desc, uint32_t units)
 		 : WGM_F128(d)                                                        \
 		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d),    \
 		   "n"(TRANS))
+
+/* d[64][N] = (use_d ? d : 0) + a[64][16] b[16][N] for few columns: bf16, both K-major. */
+template <int N>
+WGM_DEV void wgm_ss_few(float (&d)[N / 2], uint64_t a, uint64_t b, int use_d)
+{
+	static_assert(N == 8 || N == 16 || N == 32 || N == 64, "not built");
+	if constexpr (N == 8)
+		WGM_SS_FEW(8, "%0,%1,%2,%3", WGM_F4(d), 4, 5, 6);
+	else if constexpr (N == 16)
+		WGM_SS_FEW(16, WGM_R8, WGM_F8(d, 0), 8, 9, 10);
+	else if constexpr (N == 32)
+		WGM_SS_FEW(32, WGM_R16, WGM_TWO8(d), 16, 17, 18);
+	else {
+		constexpr int TRANS = 0;
+
+		WGM_SS_64("bf16");
+	}
+}
 
 /*
  * d[64][N] = (use_d ? d : 0) + a[64][16] b[16][N], in f16 or bf16. a in shared memory,

@@ -79,13 +79,17 @@ static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct 
 }
 
 static const struct shape shapes[] = {
-	{128, 128, 64, 1, false, false, false}, {1, 16, 1, 1, false, false, false},
-	{130, 272, 65, 1, true, true, true},	{257, 1424, 33, 1, false, true, false},
-	{48, 64, 70, 3, false, false, true},	{129, 2064, 5, 2, false, true, true},
-	{200, 1160, 48, 1, true, false, false}, {72, 520, 40, 3, false, true, true},
-	{96, 384, 17, 2, false, false, false},	{1000, 2304, 64, 1, false, false, false},
-	{6200, 1032, 50, 1, true, false, true}, {600, 904, 23, 11, false, true, true},
-	{513, 128, 61, 12, false, false, true}, {260, 120, 64, 2, false, true, false},
+	{128, 128, 64, 1, false, false, false},	 {1, 16, 1, 1, false, false, false},
+	{130, 272, 65, 1, true, true, true},	 {257, 1424, 33, 1, false, true, false},
+	{48, 64, 70, 3, false, false, true},	 {129, 2064, 5, 2, false, true, true},
+	{200, 1160, 48, 1, true, false, false},	 {72, 520, 40, 3, false, true, true},
+	{96, 384, 17, 2, false, false, false},	 {1000, 2304, 64, 1, false, false, false},
+	{6200, 1032, 50, 1, true, false, true},	 {600, 904, 23, 11, false, true, true},
+	{513, 128, 61, 12, false, false, true},	 {260, 120, 64, 2, false, true, false},
+	{6272, 256, 64, 1, false, true, false},	 {6208, 1032, 8, 1, true, true, false},
+	{512, 128, 13, 13, false, true, false},	 {6150, 784, 31, 1, true, true, true},
+	{576, 7168, 16, 1, false, false, false}, {192, 7168, 7, 1, false, true, false},
+	{576, 7168, 33, 1, true, true, false},
 };
 
 static void linear_all(u32 dtype)
