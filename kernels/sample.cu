@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * sample.cu - next token of each row: greedy, temperature, top-p. A CTA per row.
+ * sample.cu - next token of each row: greedy, temperature, top-p. Here a CTA per row; on Hopper
+ * rows that fit go to sample_wide.cu, which gives the same ids.
  *
  * As sample_ref.c, with one difference: a token's mass is a whole number, exp((logit -
  * max) / temperature) in units of 2^-mass_bits. Whole numbers may be added in any order,
@@ -12,8 +13,8 @@
  * another (a histogram with atomics took 2.4 ms for 163,840 tokens: most logits share
  * their upper byte). The draw halves the row by 16 until one warp can walk the rest by id.
  */
-#include "kernels/dev.cuh"
 #include "kernels/moe_cuda.h"
+#include "kernels/sample.cuh"
 
 #define SAMPLE_THREADS 512u
 #define SAMPLE_WARPS   (SAMPLE_THREADS / 32)
@@ -22,15 +23,6 @@
 #define DIGITS	       (1u << DIGIT_BITS)
 #define MASS_BITS_MAX  44u
 
-#define SAMPLE_NO_NAN  0x01u
-
-struct sample_params {
-	struct kvk_sample_args a;
-	u32 mass_bits;
-	u32 vec; /* rows of whole, aligned groups of four */
-	u32 off;
-};
-
 /* A row, and what is kept of it. The same in all threads. */
 struct sample_row {
 	const float *logits;
@@ -38,9 +30,10 @@ struct sample_row {
 	u32 vec;
 	float max;
 	float temperature;
-	float unit; /* 2^mass_bits */
-	u32 cut;    /* key of the least likely kept logit */
-	u32 last;   /* largest kept id among the logits at the cut */
+	float scale; /* sample_scale() */
+	float unit;  /* 2^mass_bits */
+	u32 cut;     /* key of the least likely kept logit */
+	u32 last;    /* largest kept id among the logits at the cut */
 };
 
 /* Each member is written behind a barrier that its last readers have passed. */
@@ -56,17 +49,9 @@ struct sample_shared {
 	u32 found;
 };
 
-/* Unsigned order of keys = order of the floats. */
-KVK_DEV u32 key_of(float x)
-{
-	u32 b = kvk_f32_bits(x);
-
-	return b & 0x80000000u ? ~b : b | 0x80000000u;
-}
-
 KVK_DEV u64 mass_of(const struct sample_row &row, float logit)
 {
-	return (u64)(expf((logit - row.max) / row.temperature) * row.unit);
+	return sample_mass(logit, row.max, row.scale, row.unit);
 }
 
 /*
@@ -113,14 +98,6 @@ template <class F> KVK_DEV void row_all(const struct sample_row &row, F f)
 /* ------------------------------------------------------------------ largest, and its sum
  */
 
-KVK_DEV void best_of(float &top, u32 &id, float v, u32 i)
-{
-	if (v > top || (v == top && i < id)) {
-		top = v;
-		id = i;
-	}
-}
-
 /* Largest logit, smallest id of it; *ret_bad: the row holds NaN. */
 KVK_DEV float row_max(struct sample_shared &sh, const struct sample_row &row, u32 *ret_id,
 		      bool *ret_bad)
@@ -132,13 +109,13 @@ KVK_DEV float row_max(struct sample_shared &sh, const struct sample_row &row, u3
 		sh.bad = 0;
 	row_all(row, [&](u32 i, float v) {
 		bad |= kvk_is_nan(v);
-		best_of(top, id, v, i);
+		sample_best(top, id, v, i);
 	});
 	for (int o = 16; o; o >>= 1) {
 		float v = __shfl_xor_sync(~0u, top, o);
 		u32 i = __shfl_xor_sync(~0u, id, o);
 
-		best_of(top, id, v, i);
+		sample_best(top, id, v, i);
 	}
 	if (threadIdx.x % 32 == 0) {
 		sh.top[threadIdx.x / 32] = top;
@@ -148,7 +125,7 @@ KVK_DEV float row_max(struct sample_shared &sh, const struct sample_row &row, u3
 	if (bad)
 		atomicOr(&sh.bad, 1u);
 	for (u32 w = 0; w < SAMPLE_WARPS; w++)
-		best_of(top, id, sh.top[w], sh.id[w]);
+		sample_best(top, id, sh.top[w], sh.id[w]);
 	__syncthreads();
 	*ret_bad = sh.bad != 0;
 	*ret_id = id < row.vocab ? id : 0;
@@ -192,7 +169,7 @@ KVK_DEV u64 block_sum(struct sample_shared &sh, u64 v)
 /* What a search adds up: the mass of kept tokens, or the number of those at the cut. */
 KVK_DEV u64 search_value(const struct sample_row &row, u32 i, float logit, bool ties)
 {
-	u32 key = key_of(logit);
+	u32 key = sample_key(logit);
 
 	if (ties)
 		return key == row.cut;
@@ -277,7 +254,7 @@ KVK_DEV void cut_digits(struct sample_shared &sh, const struct sample_row &row, 
 	if (threadIdx.x == 0)
 		sh.used = 0;
 	row_all(row, [&](u32, float v) {
-		const u32 key = key_of(v), d = (key >> shift) & (DIGITS - 1);
+		const u32 key = sample_key(v), d = (key >> shift) & (DIGITS - 1);
 
 		if ((key & above_mask) != (row.cut & above_mask))
 			return;
@@ -327,10 +304,9 @@ KVK_DEV u64 row_cut(struct sample_shared &sh, struct sample_row &row, u64 want)
 		__syncthreads();
 	}
 	/* all tokens at the cut have the same mass; the smaller ids come first */
-	row_all(row, [&](u32, float v) { nr += key_of(v) == row.cut; });
+	row_all(row, [&](u32, float v) { nr += sample_key(v) == row.cut; });
 	nr = block_sum(sh, nr);
-	one = mass_of(row, kvk_bits_f32(row.cut & 0x80000000u ? row.cut & 0x7fffffffu
-							      : ~row.cut));
+	one = mass_of(row, sample_logit(row.cut));
 	if (one && want > above)
 		nr = min(nr, (want - above + one - 1) / one);
 	else if (one)
@@ -372,6 +348,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS)
 	row.vec = p.vec;
 	row.max = row_max(sh, row, &id, &bad);
 	row.temperature = p.a.temperature[r];
+	row.scale = sample_scale(row.temperature);
 	row.unit = (float)(1ull << p.mass_bits);
 	/* an infinite maximum leaves nothing to draw from */
 	if (bad && !(p.off & SAMPLE_NO_NAN))
@@ -392,6 +369,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS)
 int kvk_sample_cuda(const struct kvk_sample_args *a, kvk_stream stream)
 {
 	struct sample_params p = {};
+	int r;
 
 	if (!a->logits || !a->temperature || !a->top_p || !a->seeds || !a->ret_ids ||
 	    !a->vocab)
@@ -403,6 +381,9 @@ int kvk_sample_cuda(const struct kvk_sample_args *a, kvk_stream stream)
 	p.off = DEV_MUTANT(sample_nan) ? SAMPLE_NO_NAN : 0;
 	/* the mass of a whole row fits into 62 bits */
 	p.mass_bits = KV_MIN(MASS_BITS_MAX, 30u + (u32)__builtin_clz(a->vocab));
+	r = kvk_sample_wide(&p, stream);
+	if (r != -ENOSPC)
+		return r;
 	DEV_LAUNCH(sample_kernel, a->nr_rows, SAMPLE_THREADS, stream, p);
 	return dev_launched();
 }

@@ -1,0 +1,387 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * sample_wide.cu - next token of each row on Hopper: a cluster of up to eight CTAs per row. Logits
+ * come from memory once and stay in shared memory; ids are those of sample.cu's kernel.
+ *
+ * A warp has a run of ids of its own, so that sums by warp are sums by id. Masses are whole numbers
+ * (sample.cu), which may be added in any order. What the CTAs find they read out of each other's
+ * shared memory behind a barrier of the cluster:
+ *
+ *	1. largest logit
+ *	2. sum of all masses, and how many logits lie in each of 1,024 bins that get less likely
+ *	   by 3 % a bin. A bin's count bounds its mass: so the logit at which top-p cuts must be
+ *	   in one of a few bins, the bracket
+ *	3. the exact mass above the bracket; each thread keeps a bit for each of its logits inside
+ *	4. the cut itself: the bracket's range of keys in 256 parts, the part with the cut in 256
+ *	   again, at most four times
+ *	5. kept mass and logits at the cut of every warp: the draw's warp, and there its id
+ */
+#include "kernels/moe_ptx.cuh"
+#include "kernels/sample_cut.cuh"
+
+/* ------------------------------------------------------------------------ 1. load; the largest */
+
+/* The row to shared memory. *ret_id: smallest id of the largest; *ret_bad: a NaN is there. */
+KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared &sh,
+		       struct wide_row &row, float *mine, u32 *ret_id, bool *ret_bad)
+{
+	const float *src = p.s.a.logits + (size_t)(blockIdx.x / p.ctas) * row.vocab;
+	const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+	float top = -INFINITY;
+	u32 id = ~0u;
+	int bad = 0;
+
+#pragma unroll 4
+	for (u32 s = 0; s < row.steps; s++) {
+		const u32 at = row.id + s * WIDE_STEP;
+		float v[4];
+
+		if (p.s.vec && at < row.vocab) {
+			const float4 f = __ldcs((const float4 *)(src + at));
+
+			v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
+		} else {
+			for (u32 e = 0; e < 4; e++)
+				v[e] = at + e < row.vocab ? src[at + e] : -INFINITY;
+		}
+		*(float4 *)(mine + s * WIDE_STEP) = make_float4(v[0], v[1], v[2], v[3]);
+		for (u32 e = 0; e < 4; e++) {
+			bad |= kvk_is_nan(v[e]);
+			if (at + e < row.vocab)
+				sample_best(top, id, v[e], at + e);
+		}
+	}
+	for (int o = 16; o; o >>= 1) {
+		float v = __shfl_xor_sync(~0u, top, o);
+		u32 i = __shfl_xor_sync(~0u, id, o);
+
+		sample_best(top, id, v, i);
+	}
+	if (lane == 0) {
+		sh.w32[0][warp] = top;
+		sh.wid[warp] = id;
+	}
+	bad = __syncthreads_or(bad);
+	if (threadIdx.x == 0) {
+		for (u32 w = 0; w < WIDE_WARPS; w++)
+			sample_best(top, id, sh.w32[0][w], sh.wid[w]);
+		sh.part.top = top;
+		sh.part.id = id;
+		sh.part.bad = (u32)bad;
+	}
+	tile_cluster_sync();
+	*ret_id = ~0u;
+	*ret_bad = false;
+	row.max = -INFINITY;
+	for (u32 c = 0; c < row.ctas; c++) {
+		sample_best(row.max, *ret_id, kvk_bits_f32(wide_get32(&sh.part.top, c)),
+			    wide_get32(&sh.part.id, c));
+		*ret_bad |= wide_get32(&sh.part.bad, c) != 0;
+	}
+	*ret_id = *ret_id < row.vocab ? *ret_id : 0;
+}
+
+/* Sum of exp(logit - max), always in the same order; thread 0's is whole. */
+KVK_DEV double wide_exp_sum(struct wide_shared &sh, const struct wide_row &row)
+{
+	float sum = 0;
+	double all = 0;
+
+	wide_each(row, [&](float v, u32, u32) { sum += expf(v - row.max); });
+	sum = dev_warp_sum(sum);
+	if (threadIdx.x % 32 == 0)
+		sh.w32[1][threadIdx.x / 32] = sum;
+	__syncthreads();
+	if (threadIdx.x == 0) {
+		sum = 0;
+		for (u32 w = 0; w < WIDE_WARPS; w++)
+			sum += sh.w32[1][w];
+		sh.part.sum = sum;
+	}
+	tile_cluster_sync();
+	for (u32 c = 0; c < row.ctas; c++)
+		all += (double)kvk_bits_f32(wide_get32(&sh.part.sum, c));
+	return all;
+}
+
+/* -------------------------------------------------------------------------------- 5. the draw */
+
+/* Sum of @v over the lanes before this one. */
+template <class T> KVK_DEV T wide_before(T v)
+{
+	T sum = v;
+
+	for (u32 d = 1; d < 32; d <<= 1) {
+		const T w = __shfl_up_sync(~0u, sum, d);
+
+		if (threadIdx.x % 32 >= d)
+			sum += w;
+	}
+	return sum - v;
+}
+
+/*
+ * sh.place: the run in which the draw's target lies. @cut.want 0: everything is kept, and nothing
+ * is at the cut. All threads; 128 words of others at once, then one warp.
+ */
+KVK_DEV void wide_find(struct wide_shared &sh, const struct wide_row &row,
+		       const struct wide_cut &cut, u64 total, u64 one, u64 seed)
+{
+	const u32 t = threadIdx.x;
+	u64 mass[4], nr = 0, own = 0, before;
+	u32 take[4], cuts = 0, at, over;
+
+	if (t < WIDE_RUNS) {
+		const bool there = t / WIDE_WARPS < row.ctas;
+
+		sh.all_mass[t] = there ? wide_get64(&sh.part.warp_mass[t % WIDE_WARPS],
+						    t / WIDE_WARPS)
+				       : 0;
+		sh.all_cut[t] = there ? wide_get32(&sh.part.warp_cut[t % WIDE_WARPS],
+						   t / WIDE_WARPS)
+				      : 0;
+	}
+	__syncthreads();
+	if (t < 32) {
+		for (u32 i = 0; i < 4; i++)
+			cuts += sh.all_cut[t * 4 + i];
+		at = wide_before(cuts);
+		nr = dev_warp_sum(cuts);
+		if (one && cut.want > cut.above)
+			nr = min(nr, (cut.want - cut.above + one - 1) / one);
+		else if (one)
+			nr = 1;
+		if (cut.want)
+			total = cut.above + one * nr;
+		for (u32 i = 0; i < 4; i++) {
+			take[i] = (u32)min(nr - min(nr, (u64)at),
+					   (u64)sh.all_cut[t * 4 + i]);
+			at += sh.all_cut[t * 4 + i];
+			mass[i] = sh.all_mass[t * 4 + i] + one * take[i];
+			own += mass[i];
+		}
+		before = wide_before(own);
+		/* 53 bits of the seed, as a part of the whole */
+		const u64 target = __umul64hi(seed >> 11 << 11, total);
+
+		over = __ballot_sync(~0u, before + own > target);
+		if (t == (over ? (u32)__ffs((int)over) - 1 : 0u)) {
+			u32 i = 0;
+
+			while (i < 3 && before + mass[i] <= target)
+				before += mass[i++];
+			sh.place.target = target - before;
+			sh.place.quota = take[i];
+			sh.place.run = t * 4 + i;
+		}
+	}
+	__syncthreads();
+}
+
+/* Mass above the cut and the number at the cut of four logits from @id on. */
+KVK_DEV u64 wide_four(const struct wide_row &row, const float *logits, u32 id, u32 cut,
+		      bool all, u64 (&mass)[4], bool (&at_cut)[4])
+{
+	u64 sum = 0;
+
+	for (u32 e = 0; e < 4; e++) {
+		const u32 key = sample_key(logits[e]);
+
+		at_cut[e] = !all && id + e < row.vocab && key == cut;
+		mass[e] = id + e < row.vocab && (all || key > cut)
+				  ? wide_mass(row, logits[e])
+				  : 0;
+		sum += mass[e];
+	}
+	return sum;
+}
+
+/* The id, by the CTA that has the run: a warp for each of its steps. @run: its first logit */
+KVK_DEV u32 wide_walk(struct wide_shared &sh, const struct wide_row &row,
+		      struct wide_place at, const float *run, u32 id0, u32 cut, u64 one,
+		      bool all)
+{
+	const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+	const u32 id = id0 + warp * WIDE_STEP + lane * 4;
+	u64 mass[4], sum = 0, target = at.target;
+	bool at_cut[4] = {};
+	u32 cuts = 0, quota = at.quota, s = 0;
+
+	if (warp < row.steps) {
+		sum = wide_four(row, run + warp * WIDE_STEP + lane * 4, id, cut, all,
+				mass, at_cut);
+		for (u32 e = 0; e < 4; e++)
+			cuts += at_cut[e];
+		const u64 step_mass = dev_warp_sum(sum);
+		const u32 step_cut = dev_warp_sum(cuts);
+
+		if (lane == 0) {
+			sh.step_mass[warp] = step_mass;
+			sh.step_cut[warp] = step_cut;
+		}
+	}
+	if (threadIdx.x == 0)
+		sh.chosen = 0;
+	__syncthreads();
+	for (; s + 1 < row.steps; s++) {
+		const u32 take = min(quota, sh.step_cut[s]);
+		const u64 here = sh.step_mass[s] + one * take;
+
+		if (target < here)
+			break;
+		target -= here;
+		quota -= take;
+	}
+	if (warp == s) {
+		u32 used = wide_before(cuts);
+		u64 before = wide_before(sum) + one * min(quota, used);
+		u32 found = 0;
+
+		/* the last one kept, should rounding have left nothing behind the target */
+		for (u32 e = 0; e < 4; e++) {
+			const bool keep = at_cut[e] && used < quota;
+			const u64 v = keep ? one : mass[e];
+
+			used += at_cut[e];
+			if (v && before <= target)
+				found = id + e + 1;
+			before += v;
+		}
+		found = dev_warp_max(found);
+		if (lane == 0)
+			sh.chosen = found ? found - 1 : id0;
+	}
+	__syncthreads();
+	return sh.chosen;
+}
+
+/* Finds cut and draw; writes the id. */
+KVK_DEV u32 wide_draw(struct wide_shared &sh, struct wide_row &row, float top_p, u64 seed,
+		      const float *slice)
+{
+	const u32 run = row.steps * WIDE_STEP, rank = blockIdx.x % row.ctas;
+	const bool all = !(top_p < 1.0f);
+	struct wide_cut cut = {};
+	u64 total = wide_total(sh, row, !all), one = 0, mass = 0, cuts = 0;
+
+	if (!all) {
+		cut.want = (u64)ceil((double)top_p * (double)total);
+		wide_bracket(sh, row, cut.want);
+		if (!wide_enter(sh, row, cut, sh.first, sh.last)) {
+			tile_cluster_sync(); /* the first try's words have been read */
+			(void)wide_enter(sh, row, cut, 0, WIDE_BINS - 1);
+		}
+		wide_narrow(sh, row, cut);
+		one = wide_mass(row, sample_logit(cut.lo));
+		wide_inside(row, [&](float v, u32) {
+			const u32 key = sample_key(v);
+
+			mass += key > cut.lo ? wide_mass(row, v) : 0;
+			cuts += key == cut.lo;
+		});
+		mass = dev_warp_sum(mass);
+		cuts = dev_warp_sum(cuts);
+	}
+	if (threadIdx.x % 32 == 0) {
+		if (!all)
+			sh.part.warp_mass[threadIdx.x / 32] += mass;
+		sh.part.warp_cut[threadIdx.x / 32] = (u32)cuts;
+	}
+	tile_cluster_sync();
+	wide_find(sh, row, cut, total, one, seed);
+	if (sh.place.run / WIDE_WARPS != rank)
+		return ~0u;
+	return wide_walk(sh, row, sh.place, slice + sh.place.run % WIDE_WARPS * run,
+			 sh.place.run * run, cut.lo, one, all);
+}
+
+/* ------------------------------------------------------------------------------------ kernel */
+
+__global__ void __launch_bounds__(WIDE_THREADS, 2)
+	sample_wide_kernel(const __grid_constant__ struct wide_params p)
+{
+	extern __shared__ __align__(16) u8 wide_smem[];
+	struct wide_shared &sh = *(struct wide_shared *)wide_smem;
+	float *slice = (float *)(wide_smem + sizeof(struct wide_shared));
+	const struct kvk_sample_args &a = p.s.a;
+	const u32 r = blockIdx.x / p.ctas, run = p.steps * WIDE_STEP;
+	const u32 warp = threadIdx.x / 32, mine = warp * run + threadIdx.x % 32 * 4;
+	struct wide_row row = {};
+	bool bad, mine_to_tell = blockIdx.x % p.ctas == 0;
+	double sum;
+	u32 id;
+
+	ptx_grid_wait();
+	row.vocab = a.vocab;
+	row.ctas = p.ctas;
+	row.steps = p.steps;
+	row.logits = slice + mine;
+	row.id = blockIdx.x % p.ctas * WIDE_WARPS * run + mine;
+	wide_load(p, sh, row, slice + mine, &id, &bad);
+	row.temperature = a.temperature[r];
+	row.unit = (float)(1ull << p.s.mass_bits);
+	row.scale = sample_scale(row.temperature);
+	row.fine = WIDE_FINE / row.temperature;
+	/* an infinite maximum leaves nothing to draw from */
+	if (bad && !(p.s.off & SAMPLE_NO_NAN)) {
+		id = 0;
+	} else if (row.temperature > 0 && kvk_absf(row.max) < INFINITY &&
+		   a.top_p[r] > 0) {
+		id = wide_draw(sh, row, a.top_p[r], a.seeds[r], slice);
+		mine_to_tell = id != ~0u;
+	}
+	if (a.ret_logprob) {
+		tile_cluster_sync(); /* sh.w32 and the words before have been read */
+		sum = wide_exp_sum(sh, row);
+	}
+	if (threadIdx.x == 0 && mine_to_tell) {
+		const float v = a.logits[(size_t)r * a.vocab + id];
+
+		a.ret_ids[r] = id;
+		if (a.ret_logprob)
+			a.ret_logprob[r] =
+				bad ? kvk_bits_f32(0x7fc00000u)
+				    : (float)((double)v - (double)row.max - log(sum));
+	}
+	tile_cluster_sync(); /* nobody leaves while its memory is read */
+}
+
+int kvk_sample_wide(const struct sample_params *s, kvk_stream stream)
+{
+	struct wide_params p = {*s, 1, 0};
+	cudaLaunchAttribute attr[2] = {};
+	cudaLaunchConfig_t cfg = {};
+	int dev, major;
+
+	if (cudaGetDevice(&dev) != cudaSuccess ||
+	    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev) !=
+		    cudaSuccess)
+		return -EIO;
+	/* as many as the SMs hold at once, but for rows that need more memory than that */
+	while (p.ctas < WIDE_CTAS && (s->a.vocab > p.ctas * WIDE_MOST ||
+				      (s->a.vocab > p.ctas * WIDE_FEW &&
+				       s->a.nr_rows * p.ctas * 2 <= WIDE_AT_ONCE)))
+		p.ctas *= 2;
+	p.steps = (s->a.vocab - 1) / (p.ctas * WIDE_WARPS * WIDE_STEP) + 1;
+	if (major != 9 || p.steps > WIDE_STEPS || s->a.nr_rows > INT32_MAX / WIDE_CTAS)
+		return -ENOSPC;
+	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr[0].val.programmaticStreamSerializationAllowed = 1;
+	attr[1].id = cudaLaunchAttributeClusterDimension;
+	attr[1].val.clusterDim.x = p.ctas;
+	attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
+	cfg.gridDim = dim3(s->a.nr_rows * p.ctas);
+	cfg.blockDim = dim3(WIDE_THREADS);
+	cfg.dynamicSmemBytes =
+		sizeof(struct wide_shared) + (size_t)p.steps * WIDE_WARPS * WIDE_STEP * 4;
+	cfg.stream = (cudaStream_t)stream;
+	cfg.attrs = attr;
+	cfg.numAttrs = 2;
+	if (cudaFuncSetAttribute((const void *)sample_wide_kernel,
+				 cudaFuncAttributeMaxDynamicSharedMemorySize,
+				 (int)cfg.dynamicSmemBytes) != cudaSuccess) {
+		(void)cudaGetLastError();
+		return -ENOSPC;
+	}
+	return cudaLaunchKernelEx(&cfg, sample_wide_kernel, p) ? -EIO : 0;
+}
