@@ -118,7 +118,7 @@ template <u32 N> KVK_DEV void mid_fetch(const struct mid_params &p, u32 smem, u3
 	ptx_grid_wait();
 	for (u32 kb = chain; kb < p.nr_blocks; kb = mid_next(p, kb)) {
 		if (turn)
-			ptx_mbar_wait(smem + size::used + x_slot * 8, turn - 1 & 1);
+			ptx_mbar_wait(smem + size::used + x_slot * 8, (turn - 1) & 1);
 		mid_fetch_x<N>(p, smem + size::x_at + x_slot * 2 * size::x_half,
 			       smem + size::x_full + x_slot * 8, kb);
 		if (turn)
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 	linear_mid_kernel(const __grid_constant__ struct mid_params p)
 {
 	using size = mid_size<N>;
-	extern __shared__ __align__(1024) u8 mid_smem[];
+	DEV_DYNAMIC_SHARED_1K(mid_smem);
 	const u32 smem = ptx_smem(mid_smem), chain = blockIdx.x % p.ctas;
 	float total[N / 2] = {};
 

@@ -110,7 +110,8 @@ template <class T> static inline T &hopper_static_as(void)
 		(void)(stream);                                                 \
 		hopper_launch((grid), (threads), [=] { kernel(__VA_ARGS__); }); \
 	} while (0)
-#define DEV_DYNAMIC_SHARED(name) uint8_t *const name = hopper_shared() + 1024
+#define DEV_DYNAMIC_SHARED(name)    uint8_t *const name = hopper_shared() + 1024
+#define DEV_DYNAMIC_SHARED_1K(name) DEV_DYNAMIC_SHARED(name)
 #define DEV_LAUNCH_SHARED(kernel, grid, block, bytes, stream, args)         \
 	do {                                                                \
 		auto args_ = args;                                          \

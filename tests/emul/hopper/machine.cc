@@ -46,7 +46,9 @@ struct barrier {
 struct product {
 	float *d[WARP];
 	uint32_t a[WARP][4]; /* f16 */
-	uint32_t rows; /* e4m3: where the warp's rows are in shared memory; f16: 0 */
+	uint32_t
+		rows; /* e4m3, bf16: where the warp's rows are in shared memory; f16: 0 */
+	bool bf16;
 	uint32_t n, b;
 	int use_d;
 };
@@ -78,7 +80,7 @@ struct copy {
 	uint32_t dst, bytes, bar;
 	const void *src; /* @map: not used */
 	const CUtensorMap *map;
-	uint64_t col, row;
+	uint64_t col, row, batch; /* col: bytes */
 };
 
 static struct fiber *running;
@@ -227,45 +229,66 @@ void *hopper_static(size_t bytes)
 void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
 {
 	HOPPER_CHECK(dst + bytes <= STATIC_AT);
-	copies.push_back({hopper_shared(), dst, bytes, bar, src, NULL, 0, 0});
+	copies.push_back({hopper_shared(), dst, bytes, bar, src, NULL, 0, 0, 0});
 }
 
-void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, int col, int row)
+void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr_dims,
+			int col, int row, int batch)
 {
-	HOPPER_CHECK(dst % 1024 == 0 && dst + BOX * BOX <= STATIC_AT && col >= 0 &&
-		     row >= 0);
-	copies.push_back({hopper_shared(), dst, BOX * BOX, bar, NULL,
-			  (const CUtensorMap *)map, (uint64_t)col, (uint64_t)row});
+	const CUtensorMap *m = (const CUtensorMap *)map;
+
+	/* a copy of other dimensions than its map's is an illegal instruction */
+	HOPPER_CHECK(nr_dims == m->nr_dims);
+	HOPPER_CHECK(dst % 1024 == 0 && dst + m->box_rows * BOX <= STATIC_AT &&
+		     col >= 0 && row >= 0 && batch >= 0);
+	copies.push_back({hopper_shared(), dst, m->box_rows * BOX, bar, NULL, m,
+			  (uint64_t)col * m->value_bytes, (uint64_t)row,
+			  (uint64_t)batch});
 }
 
-CUresult hopper_encode(CUtensorMap *map, CUtensorMapDataType, cuuint32_t nr_dims,
+CUresult hopper_encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t nr_dims,
 		       void *base, const cuuint64_t *dims, const cuuint64_t *strides,
 		       const cuuint32_t *box, const cuuint32_t *, CUtensorMapInterleave,
 		       CUtensorMapSwizzle, CUtensorMapL2promotion,
 		       CUtensorMapFloatOOBfill)
 {
-	if ((uintptr_t)base % 16 || strides[0] % 16 || strides[0] != dims[0] ||
-	    box[0] != BOX || box[1] != BOX)
+	const uint32_t bytes = type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2 : 1;
+
+	if ((uintptr_t)base % 16 || nr_dims < 3 || nr_dims > 5 || box[0] * bytes != BOX ||
+	    !box[1] || box[1] > 256)
 		return CUDA_ERROR_INVALID_VALUE;
-	for (cuuint32_t i = 2; i < nr_dims; i++)
-		if (dims[i] != 1 || box[i] != 1 || strides[i - 1] % 16)
+	for (cuuint32_t i = 1; i < nr_dims; i++)
+		if (strides[i - 1] % 16 || (i > 1 && box[i] != 1) ||
+		    (i > 2 && dims[i] != 1))
 			return CUDA_ERROR_INVALID_VALUE;
 	map->base = (const uint8_t *)base;
-	map->cols = dims[0];
+	map->row_bytes = dims[0] * bytes;
 	map->rows = dims[1];
+	map->batch = dims[2];
+	map->row_stride = strides[0];
+	map->batch_stride = strides[1];
+	map->nr_dims = nr_dims;
+	map->value_bytes = bytes;
+	map->box_rows = box[1];
 	return CUDA_SUCCESS;
 }
 
 /* A box: piece c of 16 bytes of row r at c ^ (r & 7); zeros outside the tensor. */
 static void copy_box(const struct copy *c)
 {
-	for (uint32_t i = 0; i < BOX * 8; i++) {
+	const CUtensorMap *m = c->map;
+
+	for (uint32_t i = 0; i < m->box_rows * 8; i++) {
 		const uint64_t r = i / 8, piece = i % 8, col = c->col + piece * 16;
 		uint8_t *dst = c->shared + c->dst + r * BOX + (piece ^ (r & 7)) * 16;
 
 		memset(dst, 0, 16);
-		if (c->row + r < c->map->rows && col + 16 <= c->map->cols)
-			memcpy(dst, c->map->base + (c->row + r) * c->map->cols + col, 16);
+		if (c->row + r < m->rows && c->batch < m->batch &&
+		    col + 16 <= m->row_bytes)
+			memcpy(dst,
+			       m->base + c->batch * m->batch_stride +
+				       (c->row + r) * m->row_stride + col,
+			       16);
 	}
 }
 
@@ -340,6 +363,19 @@ void hopper_product_e4m3(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d
 	product_open(d, none, p);
 }
 
+void hopper_product_bf16(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d)
+{
+	const uint32_t none[4] = {};
+	struct product p = {};
+
+	p.rows = a + running->thread % (4 * WARP) / WARP * 16 * 128;
+	p.bf16 = true;
+	p.n = n;
+	p.b = b;
+	p.use_d = use_d;
+	product_open(d, none, p);
+}
+
 void hopper_product_commit(void)
 {
 	struct warp *w = warp_of(running);
@@ -363,6 +399,8 @@ static const uint8_t *product_at(uint32_t base, uint32_t n, uint32_t k)
 
 static float product_b(const struct product *p, uint32_t n, uint32_t k)
 {
+	if (p->bf16)
+		return hopper_half<true>(*(const uint16_t *)product_at(p->b, n, k * 2));
 	if (p->rows)
 		return kvk_e4m3_decode(*product_at(p->b, n, k));
 	return hopper_half<false>(*(const uint16_t *)product_at(p->b, n, k * 2));
@@ -372,6 +410,9 @@ static float product_a(const struct product *p, uint32_t row, uint32_t k)
 {
 	const uint32_t lane = row % 8 * 4 + k % 8 / 2;
 
+	if (p->bf16)
+		return hopper_half<true>(
+			*(const uint16_t *)product_at(p->rows, row, k * 2));
 	if (p->rows)
 		return kvk_e4m3_decode(*product_at(p->rows, row, k));
 	return hopper_half<false>(p->a[lane][k / 8 * 2 + row / 8] >> k % 2 * 16);
@@ -380,7 +421,8 @@ static float product_a(const struct product *p, uint32_t row, uint32_t k)
 static void product_run(const struct product *p)
 {
 	for (uint32_t i = 0; i < 16 * p->n; i++) {
-		const uint32_t row = i % 16, col = i / 16, depth = p->rows ? 32 : 16;
+		const uint32_t row = i % 16, col = i / 16,
+			       depth = p->rows && !p->bf16 ? 32 : 16;
 		float *d = &p->d[row % 8 * 4 + col % 8 / 2]
 				[col / 8 * 4 + row / 8 * 2 + col % 2];
 		double sum = p->use_d ? *d : 0.0;

@@ -374,7 +374,7 @@ static void mid_once(u32 nr_tokens, u32 rows, u32 cols, u32 nr_batch)
 	kvt_matrix_fini(&m);
 }
 
-/* A cluster of eight, of four, of two; a block alone; tokens shared out, and not. */
+/* A cluster of eight, of four, of two; a block alone; 8, 16, 32 and 64 tokens. */
 KVT_TEST(hopper_linear_mid_has_the_bits_of_tiles)
 {
 	rng.state = kvt_rand64();
@@ -384,7 +384,10 @@ KVT_TEST(hopper_linear_mid_has_the_bits_of_tiles)
 	mid_once(33, 40, 136, 1);
 	mid_once(40, 72, 120, 3);
 	mid_once(64, 64 * 11, 1160, 1);
-	mid_once(37, 64 * 97 - 5, 200, 1);
+	mid_once(37, 64 * 67 - 5, 200, 1);
+	mid_once(5, 70, 1160, 1);
+	mid_once(11, 100, 264, 2);
+	mid_once(8, 64 * 65, 136, 1);
 }
 
 KVT_MAIN()

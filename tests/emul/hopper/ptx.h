@@ -362,12 +362,19 @@ static inline void tile_mma16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0
 /* ------------------------------------------------------------------- warpgroup products
  */
 
-void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, int col, int row);
+void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr_dims,
+			int col, int row, int batch);
 
 static inline void tma_load_4d(uint32_t dst, const void *map, uint32_t bar, int col,
-			       int row, int, int)
+			       int row, int batch, int)
 {
-	hopper_tensor_copy(dst, map, bar, col, row);
+	hopper_tensor_copy(dst, map, bar, 4, col, row, batch);
+}
+
+static inline void tma_load_5d(uint32_t dst, const void *map, uint32_t bar,
+			       const int (&c)[5], uint64_t)
+{
+	hopper_tensor_copy(dst, map, bar, 5, c[0], c[1], c[2]);
 }
 
 /* A warp's rows of a product; done when a wait asks for it, not before. */
@@ -388,6 +395,15 @@ template <int N>
 static inline void moe_wgmma_e4m3(float *d, uint64_t a, uint64_t b, int use_d)
 {
 	hopper_product_e4m3(d, N, (uint32_t)a << 4, (uint32_t)b << 4, use_d);
+}
+
+/* bf16, the same */
+void hopper_product_bf16(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d);
+
+template <int N>
+static inline void wgm_ss_few(float (&d)[N / 2], uint64_t a, uint64_t b, int use_d)
+{
+	hopper_product_bf16(d, N, (uint32_t)a << 4, (uint32_t)b << 4, use_d);
 }
 
 static inline void wgm_fence(void)
