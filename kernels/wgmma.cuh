@@ -149,11 +149,8 @@ WGM_DEV void wgm_ss_few(float (&d)[N / 2], uint64_t a, uint64_t b, int use_d)
 		WGM_SS_FEW(16, WGM_R8, WGM_F8(d, 0), 8, 9, 10);
 	else if constexpr (N == 32)
 		WGM_SS_FEW(32, WGM_R16, WGM_TWO8(d), 16, 17, 18);
-	else {
-		constexpr int TRANS = 0;
-
-		WGM_SS_64("bf16");
-	}
+	else
+		WGM_SS_FEW(64, WGM_R32, WGM_F32(d), 32, 33, 34);
 }
 
 /*
