@@ -577,6 +577,7 @@ KVT_TEST(bad_arguments_are_refused)
 ON_THE_GPU(row_outside_the_pool_is_never_read)
 ON_THE_GPU(length_beyond_the_rows_is_never_read)
 ON_THE_GPU(many_failed_requests_in_a_row)
+ON_THE_GPU(late_ctas_merge_what_the_others_left)
 #endif /* CONFIG_CUDA */
 
 KVT_MAIN()
