@@ -434,8 +434,9 @@ static inline void turns(u32 nr)
 	}
 }
 
-/* Run @fn in a kvmd that has adopted; it ends as by kill -9. */
-static inline void in_kvmd(void (*fn)(void))
+/* Run @fn in a kvmd that has adopted; it ends as by kill -9. Return: how it was waited for;
+ * what @fn returns is its exit status. */
+static inline int kvmd_status(int (*fn)(u32 arg), u32 arg)
 {
 	char error[KVD_CONFIG_ERROR_BYTES] = "";
 	int status;
@@ -445,11 +446,33 @@ static inline void in_kvmd(void (*fn)(void))
 	pid = fork();
 	if (!pid) {
 		KVT_EXPECT_EQ(start(error), 0);
-		fn();
-		_exit(0);
+		_exit(fn(arg));
 	}
 	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
-	KVT_EXPECT_EQ(status, 0);
+	return status;
+}
+
+/* The same of @fn that does something at its @nth call only. Return: whether there was one */
+static inline bool kvmd_nth(int (*fn)(u32 nth), u32 nth)
+{
+	int status = kvmd_status(fn, nth);
+
+	KVT_EXPECT(WIFEXITED(status) && WEXITSTATUS(status) < 2);
+	return !WEXITSTATUS(status);
+}
+
+static void (*in_kvmd_fn)(void);
+
+static inline int in_kvmd_run(u32 arg)
+{
+	in_kvmd_fn();
+	return 0;
+}
+
+static inline void in_kvmd(void (*fn)(void))
+{
+	in_kvmd_fn = fn;
+	KVT_EXPECT_EQ(kvmd_status(in_kvmd_run, 0), 0);
 }
 
 #endif

@@ -288,26 +288,22 @@ static void die(void)
 	raise(SIGKILL);
 }
 
+static int refill_and_die(u32 nth)
+{
+	victim = keeper_but(0);
+	keeper_kill();
+	calls = 0;
+	at_nth = die;
+	fail_nth = nth;
+	keeper_missed();
+	return kvd.kept.restarts ? 0 : 1;
+}
+
 /* kvmd is killed at the @nth call while it fills a new keeper. Return: whether it was */
 static bool die_in_refill(u32 nth)
 {
-	char error[KVD_CONFIG_ERROR_BYTES] = "";
-	int status;
-	pid_t pid;
+	int status = kvmd_status(refill_and_die, nth);
 
-	fflush(stdout);
-	pid = fork();
-	if (!pid) {
-		KVT_EXPECT_EQ(start(error), 0);
-		victim = keeper_but(0);
-		keeper_kill();
-		calls = 0;
-		at_nth = die;
-		fail_nth = nth;
-		keeper_missed();
-		_exit(kvd.kept.restarts ? 0 : 1);
-	}
-	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
 	KVT_EXPECT(WIFSIGNALED(status) || !status);
 	return WIFSIGNALED(status);
 }
@@ -398,33 +394,24 @@ KVT_TEST_T(keeper_killed_at_each_call_of_an_adopting_start, 120)
 	KVT_EXPECT(last_lost > 2 && last_lost <= (nth - 1) / 2);
 }
 
-/* Two descriptors make a session, and two a pool: the keeper is killed between them, too. */
-static bool serve_without(u32 nth)
+/* Two descriptors make a session, and two a pool: the keeper is killed between them, too.
+ * Return: 0; 1 there was no @nth call */
+static int serve_without(u32 nth)
 {
-	char error[KVD_CONFIG_ERROR_BYTES] = "";
-	int status;
-	pid_t pid;
+	int none;
 
-	fflush(stdout);
-	pid = fork();
-	if (!pid) {
-		KVT_EXPECT_EQ(start(error), 0);
-		victim = keeper_but(0);
-		at_nth = keeper_kill;
-		calls = 0;
-		fail_nth = nth;
-		turns(8);
-		status = calls < nth;
-		fail_nth = 0;
-		KVT_EXPECT_EQ(kvd.core.nr_sessions, 2);
-		KVT_EXPECT(kvd.core.mm.pools[1]);
-		if (!status)
-			keeper_missed();
-		_exit(status);
-	}
-	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
-	KVT_EXPECT(WIFEXITED(status) && WEXITSTATUS(status) < 2);
-	return !WEXITSTATUS(status);
+	victim = keeper_but(0);
+	at_nth = keeper_kill;
+	calls = 0;
+	fail_nth = nth;
+	turns(8);
+	none = calls < nth;
+	fail_nth = 0;
+	KVT_EXPECT_EQ(kvd.core.nr_sessions, 2);
+	KVT_EXPECT(kvd.core.mm.pools[1]);
+	if (!none)
+		keeper_missed();
+	return none;
 }
 
 static void has_both(void)
@@ -462,7 +449,7 @@ KVT_TEST_T(keeper_killed_at_each_call_while_a_session_opens, 120)
 		KVT_EXPECT(!connect(s, (struct sockaddr *)&addr, sizeof(addr)));
 		KVT_EXPECT_EQ(send(s, &hello, sizeof(hello), 0), sizeof(hello));
 		KVT_EXPECT_EQ(send(s, &pool, sizeof(pool), 0), sizeof(pool));
-		died = serve_without(++nth);
+		died = kvmd_nth(serve_without, ++nth);
 		in_kvmd(has_both);
 		close(s);
 		close(client);

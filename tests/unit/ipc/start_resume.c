@@ -226,31 +226,21 @@ static void holds_its_pages(void)
 	KVT_EXPECT(!kvd_audit(&kvd.core, &fs));
 }
 
-/* The @nth call fails while a session is taken up. Return: whether there was one */
-static bool resume_without(u32 nth)
+/* The @nth call fails while a session is taken up. Return: 0; 1 there was none */
+static int resume_without(u32 nth)
 {
-	char error[KVD_CONFIG_ERROR_BYTES] = "";
-	int status;
-	pid_t pid;
+	int none;
 
-	fflush(stdout);
-	pid = fork();
-	if (!pid) {
-		KVT_EXPECT_EQ(start(error), 0);
-		calls = 0;
-		fail_nth = nth;
-		for (u32 i = 0; i < 8; i++) {
-			kvd.core_next_ns = 0;
-			kvd_turn(&kvd);
-		}
-		status = calls < nth;
-		fail_nth = 0;
-		holds_its_pages();
-		_exit(status);
+	calls = 0;
+	fail_nth = nth;
+	for (u32 i = 0; i < 8; i++) {
+		kvd.core_next_ns = 0;
+		kvd_turn(&kvd);
 	}
-	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
-	KVT_EXPECT(WIFEXITED(status) && WEXITSTATUS(status) < 2);
-	return !WEXITSTATUS(status);
+	none = calls < nth;
+	fail_nth = 0;
+	holds_its_pages();
+	return none;
 }
 
 /* No memory, no descriptor, no peer: whatever fails, the session waits for the next try. */
@@ -271,7 +261,7 @@ KVT_TEST_T(each_call_fails_while_a_session_is_taken_up, 120)
 		hello = hello_of(image);
 		s = knock(&hello);
 		KVT_EXPECT_EQ(send(s, &pool, sizeof(pool), 0), sizeof(pool));
-		failed = resume_without(++nth);
+		failed = kvmd_nth(resume_without, ++nth);
 		in_kvmd(holds_its_pages);
 		munmap(image, sizeof(*image));
 		close(s);
