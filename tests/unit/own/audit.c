@@ -137,6 +137,8 @@ KVT_TEST(wrong_records)
 	WRONG(1, pool->frames[active].check, 1);
 	RECORD(1, active, pfn, active + 1);
 	RECORD(1, active, state, KVD_FRAME_STATES);
+	RECORD(1, active, tenant, KVD_TENANTS_MAX);
+	RECORD(1, cached, tenant, 0xffff);
 	RECORD(1, active, state, KVD_ABSENT);
 	RECORD(1, active, state, KVD_SEALED);
 	RECORD(3, active, tag, tag_of(active, 0));
