@@ -184,6 +184,7 @@ static void job_submit(struct eng_jobs *q, struct eng_job *j)
 		.temperature = j->p.temperature,
 		.top_p = j->p.top_p,
 		.seed = j->p.seed,
+		.ignore_eos = j->p.ignore_eos,
 		.on_token = on_token,
 		.on_done = on_done,
 		.arg = j,

@@ -35,6 +35,7 @@ struct eng_job_params {
 	u64 seed;
 	char *stops[ENG_STOP_MAX];
 	int nr_stops;
+	bool ignore_eos;
 	bool stream;
 	bool include_usage;
 };

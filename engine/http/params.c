@@ -212,6 +212,14 @@ static int take_n(struct parse *ps, const cJSON *v)
 	return take_integer(ps, v, 1, 1, &d);
 }
 
+static int take_ignore_eos(struct parse *ps, const cJSON *v)
+{
+	if (!cJSON_IsBool(v))
+		return refuse(ps, "ignore_eos", "ignore_eos: true or false is expected");
+	ps->p->ignore_eos = cJSON_IsTrue(v);
+	return 0;
+}
+
 static int take_stream(struct parse *ps, const cJSON *v)
 {
 	if (!cJSON_IsBool(v))
@@ -271,6 +279,7 @@ static const struct {
 	{"top_p", take_top_p},
 	{"seed", take_seed},
 	{"stop", take_stop},
+	{"ignore_eos", take_ignore_eos},
 	{"n", take_n},
 	{"stream", take_stream},
 	{"stream_options", take_stream_options},

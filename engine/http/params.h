@@ -32,8 +32,9 @@ struct eng_api_error {
  * @err: filled when refused
  *
  * Fields: model, prompt (a string or token ids), max_tokens, temperature, top_p, seed,
- * stop, n, stream, stream_options.include_usage, user. Others are refused by name, unless
- * they carry the value that changes nothing (null, echo=false, best_of=1, penalties 0).
+ * stop, ignore_eos (not OpenAI's: go on behind an end token), n, stream,
+ * stream_options.include_usage, user. Others are refused by name, unless they carry the value
+ * that changes nothing (null, echo=false, best_of=1, penalties 0).
  *
  * Return: 0; -EINVAL refused; -ENOMEM.
  */
