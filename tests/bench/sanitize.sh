@@ -27,7 +27,7 @@ one() { # TOOL PROGRAM
 	[ "$1 ${2##*/}" != "racecheck prefill_cuda" ] || cases="small_* odd_* fp8_pages_* mla_*"
 	set -f
 	# shellcheck disable=SC2086
-	KVT_SANITIZER=$1 timeout 240 compute-sanitizer --tool "$1" --error-exitcode 99 --print-limit 5000 \
+	KVT_SANITIZER=$1 timeout 420 compute-sanitizer --tool "$1" --error-exitcode 99 --print-limit 5000 \
 		"$2" -f $cases >"$log" 2>&1
 	rc=$?
 	n=$(grep -c '^ok ' "$log")
