@@ -8,6 +8,9 @@
  * periods are all in it; what the bus can do is one copy of the same size by the driver
  * (on host memory: memcpy), in the same run. Every page's bytes are compared at the end.
  * Threads prefetch, each with sequences of its own; kvmd is another process.
+ *
+ * A pass is reported whole, and its middle half apart: what a pass loses at its ends is the
+ * same for any size, the middle is what a longer one would have. -v prints a line a pass.
  */
 #include "tools/kvbench/spill.h"
 
@@ -33,12 +36,29 @@
 #define SEQS_MAX    256u
 #define THREADS	    4u
 #define PASSES	    3u
+#define STEPS_MAX   (SEQS_MAX * SEQ_PAGES / BATCH)
 #define WARM_PASSES 12u
+
+/** struct steps - when so many pages of a pass were there; @pages is the sum so far */
+struct steps {
+	u32 nr;
+	struct {
+		u64 ns;
+		u32 pages;
+	} at[STEPS_MAX];
+};
+
+/** struct rates - of a pass, GB/s; the ends in ms: start to first step, last quarter */
+struct rates {
+	double whole, middle;
+	double first_ms, quarter_ms[4];
+};
 
 struct spill {
 	enum kvb_backend backend;
 	u64 bytes;
 	bool json;
+	bool verbose;
 	struct kv_cuda_syms cu;
 	struct eng_private_kvmd kvmd;
 	char config[128];
@@ -47,11 +67,14 @@ struct spill {
 	u64 page_bytes;
 	u32 nr_seqs;
 	u32 next_seq; /* of those to prefetch; atomic */
-	u32 restored; /* pages; atomic */
+	u32 restored; /* pages; under @lock */
 	u8 *page;     /* what is in every page */
 	u32 crc;
 	struct kv_grant *pages;
+	struct steps steps; /* of the pass under way; prefetches under @lock */
+	pthread_mutex_t lock;
 	double out[PASSES], in[PASSES], bus[2]; /* GB/s */
+	double out_middle[PASSES], in_middle[PASSES];
 };
 
 static void seq_tokens(u32 pass, u32 seq, u32 *ret)
@@ -63,6 +86,66 @@ static void seq_tokens(u32 pass, u32 seq, u32 *ret)
 static double rate(u64 bytes, u64 start_ns)
 {
 	return (double)bytes / (double)(kv_now_ns() - start_ns);
+}
+
+static void step(struct spill *s, u32 pages)
+{
+	struct steps *st = &s->steps;
+	u32 before = st->nr ? st->at[st->nr - 1].pages : 0;
+
+	st->at[st->nr].ns = kv_now_ns();
+	st->at[st->nr++].pages = before + pages;
+}
+
+/* When the @part-th quarter of all pages was there: the first step that says so. */
+static u32 step_of(const struct steps *st, u32 part)
+{
+	u32 i = 0;
+
+	while (st->at[i].pages * 4ull < st->at[st->nr - 1].pages * (u64)part)
+		i++;
+	return i;
+}
+
+/* @skipped pages needed no copy; @middle of them, at most, in the middle half: an evict
+ * pass takes them first. */
+static struct rates rates_of(const struct spill *s, u64 start_ns, u32 skipped, u32 middle)
+{
+	const struct steps *st = &s->steps;
+	struct rates r = {0};
+	u64 before = start_ns;
+	u32 a, b;
+
+	if (!st->nr || !st->at[st->nr - 1].pages)
+		return r;
+	a = step_of(st, 1);
+	b = step_of(st, 3);
+	r.whole = (double)((st->at[st->nr - 1].pages - skipped) * s->page_bytes) /
+		  (double)(st->at[st->nr - 1].ns - start_ns);
+	if (st->at[b].pages > st->at[a].pages + middle)
+		r.middle = (double)((st->at[b].pages - st->at[a].pages - middle) *
+				    s->page_bytes) /
+			   (double)(st->at[b].ns - st->at[a].ns);
+	r.first_ms = (double)(st->at[0].ns - start_ns) / 1e6;
+	for (u32 k = 0; k < 4; k++) {
+		u64 ns = st->at[step_of(st, k + 1)].ns;
+
+		r.quarter_ms[k] = (double)(ns - before) / 1e6;
+		before = ns;
+	}
+	return r;
+}
+
+static void rates_print(const struct spill *s, const char *what, const struct rates *r)
+{
+	if (!s->verbose)
+		return;
+	fprintf(stderr,
+		"%-8s %5u pages: %6.2f GB/s, middle half %6.2f; ms: first pages %.2f, "
+		"quarters %.2f %.2f %.2f %.2f\n",
+		what, s->steps.nr ? s->steps.at[s->steps.nr - 1].pages : 0, r->whole,
+		r->middle, r->first_ms, r->quarter_ms[0], r->quarter_ms[1],
+		r->quarter_ms[2], r->quarter_ms[3]);
 }
 
 /* ------------------------------------------------------------------------------- set-up
@@ -197,16 +280,20 @@ static int pages_free(struct spill *s, u32 *ret_nr)
 }
 
 /* As many pages as there are, a batch at a time: each batch waits for reclaim. */
-static int evict_all(struct spill *s, double *ret_rate)
+static int evict_all(struct spill *s, struct rates *ret)
 {
 	u32 nr = s->nr_seqs * SEQ_PAGES, have = 0, unused = 0;
 	int r = pages_free(s, &unused);
 	u64 start_ns = kv_now_ns();
 
+	s->steps.nr = 0;
 	while (have < nr && !r) {
 		r = kvc_alloc(s->pool, BATCH, KV_GFP_WAIT | KV_GFP_PREFILL,
 			      s->pages + have);
-		have += r ? 0 : BATCH;
+		if (!r) {
+			have += BATCH;
+			step(s, BATCH);
+		}
 		/* FULL: as much as may be under way is; the next try is in a moment. */
 		if (r == KV_FULL && kv_now_ns() - start_ns < 30 * KV_NSEC_PER_SEC) {
 			usleep(50);
@@ -214,7 +301,8 @@ static int evict_all(struct spill *s, double *ret_rate)
 		}
 		r = r == KV_PENDING ? 0 : r;
 	}
-	*ret_rate = rate((nr - KV_MIN(nr, unused)) * s->page_bytes, start_ns);
+	*ret = rates_of(s, start_ns, KV_MIN(nr, unused), 0);
+	rates_print(s, "evict", ret);
 	if (r)
 		return kvb_said("kvc_alloc under pressure", r);
 	for (u32 i = 0; i < nr && !r; i += SEQ_PAGES)
@@ -242,25 +330,30 @@ static void *lane_run(void *arg)
 			r = kvc_prefetch(s->pool, tokens, SEQ_PAGES * KV_PAGE_TOKENS,
 					 SEQ_PAGES, &nr);
 		} while (r == KV_PENDING);
-		if (r < 0)
+		if (r < 0) {
 			l->error = r;
-		else
-			__atomic_fetch_add(&s->restored, nr, __ATOMIC_RELAXED);
+			continue;
+		}
+		pthread_mutex_lock(&s->lock);
+		s->restored += nr;
+		step(s, nr);
+		pthread_mutex_unlock(&s->lock);
 	}
 	return NULL;
 }
 
-static int restore_all(struct spill *s, u32 pass, double *ret_rate)
+static int restore_all(struct spill *s, u32 pass, struct rates *ret)
 {
 	struct lane lanes[THREADS];
 	pthread_t threads[THREADS];
 	struct kv_stat st;
+	u32 cached;
 	int r = kvc_stat(s->pool, &st); /* what is cached yet needs no copy */
 	u64 start_ns = kv_now_ns();
 
 	if (r)
 		return kvb_said("kvc_stat", r);
-	s->next_seq = s->restored = 0;
+	s->next_seq = s->restored = s->steps.nr = 0;
 	for (u32 i = 0; i < THREADS; i++) {
 		lanes[i] = (struct lane){.s = s, .pass = pass};
 		if (pthread_create(&threads[i], NULL, lane_run, &lanes[i]))
@@ -270,9 +363,9 @@ static int restore_all(struct spill *s, u32 pass, double *ret_rate)
 		pthread_join(threads[i], NULL);
 		r = lanes[i].error ? lanes[i].error : r;
 	}
-	*ret_rate =
-		rate((s->restored - KV_MIN(s->restored, st.nr_cached)) * s->page_bytes,
-		     start_ns);
+	cached = KV_MIN(s->restored, st.nr_cached);
+	*ret = rates_of(s, start_ns, cached, cached);
+	rates_print(s, "restore", ret);
 	return r ? kvb_said("kvc_prefetch", r) : 0;
 }
 
@@ -344,7 +437,8 @@ static int bus_rate(struct spill *s)
 	return r ? r : kvc_flush(s->c);
 }
 
-static int one_pass(struct spill *s, u32 pass, double *ret_out, double *ret_in)
+static int one_pass(struct spill *s, u32 pass, struct rates *ret_out,
+		    struct rates *ret_in)
 {
 	int r = 0;
 
@@ -367,16 +461,20 @@ static bool all_back(const struct spill *s)
 static int measure(struct spill *s)
 {
 	int r = bus_rate(s);
-	double rates[2];
+	struct rates out, in;
 	u32 pass = 0;
 
 	do {
 		if (pass)
 			usleep(500000);
-		r = r ? r : one_pass(s, pass, &rates[0], &rates[1]);
+		r = r ? r : one_pass(s, pass, &out, &in);
 	} while (!r && !all_back(s) && ++pass < WARM_PASSES);
 	for (u32 i = 0; i < PASSES && !r; i++) {
-		r = one_pass(s, ++pass, &s->out[i], &s->in[i]);
+		r = one_pass(s, ++pass, &out, &in);
+		s->out[i] = out.whole;
+		s->in[i] = in.whole;
+		s->out_middle[i] = out.middle;
+		s->in_middle[i] = in.middle;
 		if (!r && !all_back(s)) {
 			fprintf(stderr, "kvbench spill: only %u of %u pages came back\n",
 				s->restored, s->nr_seqs * SEQ_PAGES);
@@ -389,27 +487,35 @@ static int measure(struct spill *s)
 /* ------------------------------------------------------------------------------- output
  */
 
+static void print_way(const char *what, const struct kvb_dist *whole,
+		      const struct kvb_dist *middle, double bus)
+{
+	printf("%-26s   %6.2f   %.1f %% of %.2f; middle half %6.2f   %.1f %%\n", what,
+	       whole->p50, 100 * whole->p50 / bus, bus, middle->p50,
+	       100 * middle->p50 / bus);
+}
+
 static int print(const struct spill *s)
 {
-	struct kvb_dist out, in;
+	struct kvb_dist out, in, out_middle, in_middle;
 	cJSON *o;
 
 	kvb_dist_of(&out, (double *)s->out, PASSES);
 	kvb_dist_of(&in, (double *)s->in, PASSES);
+	kvb_dist_of(&out_middle, (double *)s->out_middle, PASSES);
+	kvb_dist_of(&in_middle, (double *)s->in_middle, PASSES);
 	if (!s->json) {
 		printf("spill, %s: %u pages of %llu KiB, %u passes, GB/s, median\n",
 		       kvb_backend_str(s->backend), s->nr_seqs * SEQ_PAGES,
 		       (unsigned long long)(s->page_bytes / 1024), PASSES);
-		printf("evict: page to DRAM tier     %6.2f   %.1f %% of %.2f\n", out.p50,
-		       100 * out.p50 / s->bus[0], s->bus[0]);
-		printf("restore: DRAM tier to page   %6.2f   %.1f %% of %.2f\n", in.p50,
-		       100 * in.p50 / s->bus[1], s->bus[1]);
+		print_way("evict: page to DRAM tier", &out, &out_middle, s->bus[0]);
+		print_way("restore: DRAM tier to page", &in, &in_middle, s->bus[1]);
 		return 0;
 	}
 	o = cJSON_CreateObject();
 	if (!o)
 		return -ENOMEM;
-	cJSON_AddStringToObject(o, "schema", "kvbench-spill/1");
+	cJSON_AddStringToObject(o, "schema", "kvbench-spill/2");
 	cJSON_AddStringToObject(o, "backend", kvb_backend_str(s->backend));
 	cJSON_AddNumberToObject(o, "pages", s->nr_seqs * SEQ_PAGES);
 	cJSON_AddNumberToObject(o, "page_bytes", (double)s->page_bytes);
@@ -417,6 +523,8 @@ static int print(const struct spill *s)
 	cJSON_AddNumberToObject(o, "bus_in_gbps", s->bus[1]);
 	kvb_json_dist(o, "evict_gbps", &out);
 	kvb_json_dist(o, "restore_gbps", &in);
+	kvb_json_dist(o, "evict_middle_gbps", &out_middle);
+	kvb_json_dist(o, "restore_middle_gbps", &in_middle);
 	return kvb_json_print(o);
 }
 
@@ -425,12 +533,13 @@ static int parse(int argc, char **argv, struct spill *s)
 	static const struct option options[] = {{"backend", 1, 0, 'b'},
 						{"mib", 1, 0, 'm'},
 						{"json", 0, 0, 'j'},
+						{"verbose", 0, 0, 'v'},
 						{0, 0, 0, 0}};
 	int opt, b;
 
 	s->backend = KVB_HOST;
 	s->bytes = 256 * MIB;
-	while ((opt = getopt_long(argc, argv, "", options, NULL)) != -1) {
+	while ((opt = getopt_long(argc, argv, "v", options, NULL)) != -1) {
 		if (opt == 'b') {
 			b = kvb_backend_parse(optarg);
 			if (b < 0)
@@ -441,9 +550,11 @@ static int parse(int argc, char **argv, struct spill *s)
 			s->bytes = strtoul(optarg, NULL, 10) * MIB;
 		} else if (opt == 'j') {
 			s->json = true;
+		} else if (opt == 'v') {
+			s->verbose = true;
 		} else {
 			fprintf(stderr, "usage: kvbench spill [--backend auto|host|cuda] "
-					"[--mib 64..65536] [--json]\n");
+					"[--mib 64..65536] [--json] [-v]\n");
 			return 2;
 		}
 	}
@@ -459,6 +570,7 @@ int kvb_spill(int argc, char **argv)
 		free(s);
 		return r;
 	}
+	pthread_mutex_init(&s->lock, NULL);
 	s->kvmd.pid = -1;
 	r = kvmd_start(s);
 	if (!r)
