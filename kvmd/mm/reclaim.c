@@ -8,7 +8,9 @@
 #include "base/mutant.h"
 
 /* Pages taken from one tenant before the choice is made again. */
-#define DONOR_CHUNK 16u
+#define DONOR_CHUNK  16u
+/* Pages that are worth a copy job of their own. */
+#define REFILL_LEAST 8u
 
 /* Evicted pages are charged until their grace period is over, so they count as given
  * here. */
@@ -179,7 +181,12 @@ void kvd_reclaim_wake(struct kvd_pool *pool, u32 nr)
 	pool->reclaim_debt = KV_MAX(pool->reclaim_debt, nr);
 }
 
-/* A pool that cannot grow any more keeps a few pages free ahead of need. */
+/*
+ * A pool that cannot grow any more keeps a few pages free ahead of need: from the low mark
+ * on up to the high one. Pages that a tier is copying count as given, but are not there
+ * yet: until they are, what is taken meanwhile is made up for at once, so that the copies
+ * lie one behind the other in a small pool, too (measured: kvbench spill, 4 GiB).
+ */
 static u32 watermark_debt(const struct kvd_pool *pool)
 {
 	u32 coming = pool->nr[KVD_FREE] + kvd_pool_nr_coming(pool);
@@ -187,7 +194,8 @@ static u32 watermark_debt(const struct kvd_pool *pool)
 
 	if (mm->extent_bytes_used + pool->geo.extent_bytes <= mm->limits.capacity_bytes)
 		return 0;
-	if (coming >= pool->low_pages)
+	if (coming >= pool->low_pages &&
+	    (!pool->nr[KVD_SPILLING] || coming + REFILL_LEAST > pool->high_pages))
 		return 0;
 	return pool->high_pages - coming;
 }

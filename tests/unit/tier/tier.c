@@ -146,6 +146,41 @@ KVT_TEST(o35_source_is_not_evicted_during_load_back)
 	world_close();
 }
 
+/* While copies are under way, what is taken is made up for at once, not at the low mark;
+ * when none is, the low mark counts. */
+KVT_TEST(copies_under_way_are_refilled_up_to_the_high_mark)
+{
+	struct kv_grant g[NR_PAGES];
+	struct kvd_pool *pool;
+
+	world_open(false, 0);
+	pool = w.a->pool;
+	pool->low_pages = pool->high_pages = 0;
+	for (u64 seq = 1; seq <= NR_PAGES / 8; seq++)
+		cache(seq, 8);
+	KVT_EXPECT_EQ(pool->nr[KVD_CACHED], NR_PAGES);
+	w.hold[KVD_TIER_OUT] = true;
+	pool->low_pages = 4;
+	pool->high_pages = 6;
+	settle();
+	KVT_EXPECT_EQ(pool->nr[KVD_SPILLING], 6);
+	pool->high_pages = 13; /* one page less than is worth a job */
+	settle();
+	KVT_EXPECT_EQ(pool->nr[KVD_SPILLING], 6);
+	pool->high_pages = 14;
+	settle();
+	KVT_EXPECT_EQ(pool->nr[KVD_SPILLING], 14);
+	w.hold[KVD_TIER_OUT] = false;
+	settle();
+	KVT_EXPECT_EQ(kvd_pool_nr_free(pool), 14);
+	KVT_EXPECT_EQ(rig_alloc(w.s, w.a, 8, KV_GFP_NOWAIT, g), 0);
+	settle();
+	KVT_EXPECT_EQ(kvd_pool_nr_free(pool), 6);
+	for (u32 i = 0; i < 8; i++)
+		rig_free1(w.s, w.a, g[i]);
+	world_close();
+}
+
 /* The pool is full of cached pages: what comes back takes their place. */
 KVT_TEST(full_pool_makes_room_for_what_comes_back)
 {
