@@ -517,20 +517,26 @@ static bool lookup_hash(struct kvd_lookup_op *op, u32 max, u32 here)
 	return keys_finish(op);
 }
 
-/* As far as the walk table leads, @max <= KVD_WALK_AHEAD pages at most. */
+/* As far as the walk table leads, @max <= KVD_WALK_SLICE pages at most. */
 static void lookup_walk(struct kvd_lookup_op *op, u32 max)
 {
 	struct kvd_pool *pool = op->a->pool;
-	u64 hashes[KVD_WALK_AHEAD];
+	struct kvd_walk w;
 
-	kvd_walk_ahead(op->a, op->walk, lookup_tokens(op, op->nr), max, hashes);
+	kvd_walk_start(&w, op->walk, lookup_tokens(op, op->nr), max);
 	for (u32 i = 0; i < max; i++) {
-		u32 pfn = kvd_walk_find(pool, hashes[i], lookup_tokens(op, op->nr),
-					op->parent, op->parent_gen);
+		u32 pfn;
 
+		if (i == w.again)
+			kvd_walk_ahead(op->a, &w, i, op->ahead);
+		pfn = kvd_walk_find(pool, w.hashes[i], lookup_tokens(op, op->nr),
+				    op->parent, op->parent_gen);
 		if (pfn == KVD_PFN_NONE || !may_hit(op, pfn))
 			return;
-		lookup_hit(op, pfn, hashes[i]);
+		lookup_hit(op, pfn, w.hashes[i]);
+		/* What is there is likely to go on. */
+		if (i + 1 >= op->ahead)
+			op->ahead = KV_MIN(op->ahead * 4, KVD_WALK_AHEAD);
 	}
 }
 
@@ -548,14 +554,13 @@ int kvd_lookup_step(struct kvd_lookup_op *op)
 	if (op->asking)
 		return ask_step(op, want, here);
 	for (u32 left = KVD_WALK_SLICE; left && op->nr < here;) {
-		u32 max = KV_MIN(KV_MIN(here - op->nr, left), op->ahead), from = op->nr;
+		u32 max = KV_MIN(here - op->nr, left), from = op->nr;
 
 		if (!op->by_keys) {
 			lookup_walk(op, max);
 			op->hashed = op->nr;
 			left -= op->nr - from;
 			if (op->nr - from == max) {
-				op->ahead = KV_MIN(op->ahead * 4, KVD_WALK_AHEAD);
 				op->ahead_keys = 1;
 				continue;
 			}

@@ -116,19 +116,59 @@ void kvd_walk_fetch(const struct kvd_attach *a, u32 pfn)
 	__builtin_prefetch(&a->held[pfn / 64], 1);
 }
 
-void kvd_walk_ahead(const struct kvd_attach *a, u64 before, const u32 *tokens, u32 nr,
-		    u64 *ret_hashes)
+void kvd_walk_start(struct kvd_walk *w, u64 before, const u32 *tokens, u32 nr)
+{
+	kv_assert(nr <= KVD_WALK_MAX);
+	w->before = before;
+	w->tokens = tokens;
+	w->nr = nr;
+	w->again = 0;
+	w->hashed = w->linked = w->chained = w->fetched = 0;
+}
+
+static u32 upto(const struct kvd_walk *w, u32 at, u32 ahead)
+{
+	return KV_MIN(w->nr, at + KV_MAX(ahead, 1u));
+}
+
+/*
+ * Memory takes longer to come than a page takes to be looked at. So there are four steps
+ * from a hash to its page, each so far behind the one before that this one's memory is
+ * there: the chain's head; the links of the first page in it; if that is another hash's,
+ * those of the second; and all that a hit touches of the right one.
+ */
+void kvd_walk_ahead(const struct kvd_attach *a, struct kvd_walk *w, u32 at, u32 ahead)
 {
 	const struct kvd_pool *pool = a->pool;
+	const struct kvd_link *links = pool->links;
+	u32 pfn;
 
-	kv_assert(nr <= KVD_WALK_AHEAD);
-	for (u32 i = 0; i < nr; i++) {
-		before = kvd_walk_hash(pool, before, tokens + i * KV_PAGE_TOKENS);
-		ret_hashes[i] = before;
-		__builtin_prefetch(head_of(pool, before));
+	for (; w->hashed < upto(w, at, ahead * 5 / 4); w->hashed++) {
+		w->before = kvd_walk_hash(pool, w->before,
+					  w->tokens + w->hashed * KV_PAGE_TOKENS);
+		w->hashes[w->hashed] = w->before;
+		kvd_walk_head_fetch(pool, w->before);
 	}
-	for (u32 i = 0; i < nr; i++)
-		kvd_walk_fetch(a, *head_of(pool, ret_hashes[i]));
+	for (; w->linked < upto(w, at, ahead); w->linked++) {
+		w->pfns[w->linked] = pfn = *head_of(pool, w->hashes[w->linked]);
+		if (pfn != KVD_PFN_NONE)
+			__builtin_prefetch(&links[pfn], 1);
+	}
+	for (; w->chained < upto(w, at, ahead * 3 / 4); w->chained++) {
+		pfn = w->pfns[w->chained];
+		if (pfn == KVD_PFN_NONE || links[pfn].walk == w->hashes[w->chained])
+			continue;
+		w->pfns[w->chained] = pfn = links[pfn].walk_next;
+		if (pfn != KVD_PFN_NONE)
+			__builtin_prefetch(&links[pfn], 1);
+	}
+	for (; w->fetched < upto(w, at, ahead / 2); w->fetched++) {
+		pfn = w->pfns[w->fetched];
+		while (pfn != KVD_PFN_NONE && links[pfn].walk != w->hashes[w->fetched])
+			pfn = links[pfn].walk_next;
+		kvd_walk_fetch(a, pfn);
+	}
+	w->again = at + KV_MAX(ahead / 4, 1u);
 }
 
 static bool follows(const struct kvd_pool *pool, u32 pfn, u32 parent, u64 parent_gen)

@@ -25,8 +25,27 @@
 /* Token hash before the first page of a sequence. */
 #define KVD_WALK_ROOT  1ull
 
-/* Pages whose memory is fetched together. */
+/* Pages of one walk, and how far it looks ahead, at most. */
+#define KVD_WALK_MAX   64u
 #define KVD_WALK_AHEAD 16u
+
+/**
+ * struct kvd_walk - pages that are looked for one behind the other
+ * @before: token hash of the last one that is hashed, or before them
+ * @tokens: [nr][KV_PAGE_TOKENS]
+ * @again: the page at which kvd_walk_ahead() is to be called
+ * @hashed, @linked, @chained, @fetched: pages that have taken so many of its steps
+ * @hashes: [hashed]
+ * @pfns: [linked], the first or second of the chain; KVD_PFN_NONE: it has none
+ */
+struct kvd_walk {
+	u64 before;
+	const u32 *tokens;
+	u32 nr, again;
+	u32 hashed, linked, chained, fetched;
+	u64 hashes[KVD_WALK_MAX];
+	u32 pfns[KVD_WALK_MAX];
+};
 
 /** kvd_walk_pool_init() - the pool's hash key; its root key is there */
 void kvd_walk_pool_init(struct kvd_pool *pool);
@@ -40,15 +59,15 @@ void kvd_walk_add(struct kvd_pool *pool, u32 pfn, u64 hash);
 /** kvd_walk_del() - the page leaves the index; it need not be in the table */
 void kvd_walk_del(struct kvd_pool *pool, u32 pfn);
 
+/** kvd_walk_start() - @nr <= KVD_WALK_MAX pages with @tokens behind token hash @before */
+void kvd_walk_start(struct kvd_walk *w, u64 before, const u32 *tokens, u32 nr);
+
 /**
- * kvd_walk_ahead() - hash @nr pages and fetch what a lookup will touch of them
- * @before: token hash before them
- * @tokens: [nr][KV_PAGE_TOKENS]
- * @nr: at most KVD_WALK_AHEAD
- * @ret_hashes: [nr]
+ * kvd_walk_ahead() - hash the next pages and fetch what a lookup will touch of them
+ * @at: the page that is looked at now, @w->again
+ * @ahead: how far, 1 .. KVD_WALK_AHEAD; @at and half as many behind it are fetched
  */
-void kvd_walk_ahead(const struct kvd_attach *a, u64 before, const u32 *tokens, u32 nr,
-		    u64 *ret_hashes);
+void kvd_walk_ahead(const struct kvd_attach *a, struct kvd_walk *w, u32 at, u32 ahead);
 
 /** kvd_walk_head_fetch() - fetch the head of a chain that is entered soon */
 void kvd_walk_head_fetch(const struct kvd_pool *pool, u64 hash);
