@@ -440,7 +440,10 @@ static void check_wrong(const struct kv_layout *l, u32 heads, u32 bad, enum wron
 		u32 nr_rows = w.f.batch.row_start[bad + 1] - w.f.batch.row_start[bad];
 
 		w.f.lengths[bad] = nr_rows * KV_PAGE_TOKENS + 1;
-		/* what is read for the row that is not there must not be NaN already */
+		/* what is read behind the old length, and for the row that is not there, must
+		 * not be NaN already */
+		memset(kvt_paged_part(&w.f, bad, (nr_rows - 1) * KV_PAGE_TOKENS, 0), 0,
+		       kv_page_bytes(l));
 		for (u32 i = 0; i < w.f.batch.row_start[NR_MIXED] && !used; i++)
 			used = w.f.rows[i].pfn == 0;
 		if (!used)
