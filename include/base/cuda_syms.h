@@ -62,11 +62,23 @@ struct kv_cu_ipc_handle {
 #define KV_CU_STREAM_NON_BLOCKING  1
 #define KV_CU_EVENT_DISABLE_TIMING 2
 #define KV_CU_NOT_READY		   600 /* of an event */
+#define KV_CU_NOT_SUPPORTED	   801
+
+/* CUmemcpyAttributes */
+struct kv_cu_copy_attr {
+	int order; /* 1 = the sources are read in the stream's order */
+	struct kv_cu_location src_hint, dst_hint;
+	unsigned flags;
+};
+
+#define KV_CU_ORDER_STREAM	1
+/* By the copy engines, also where the driver would think a kernel quicker. */
+#define KV_CU_COPY_OVERLAP	1
 
 /* CUdevice_attribute */
-#define KV_CU_ATTR_COMPUTE_MODE	   20
-#define KV_CU_ATTR_VMM		   102
-#define KV_CU_ATTR_POSIX_FD	   103
+#define KV_CU_ATTR_COMPUTE_MODE 20
+#define KV_CU_ATTR_VMM		102
+#define KV_CU_ATTR_POSIX_FD	103
 
 /* name in the library, member, arguments */
 #define KV_CUDA_SYMS(X)                                                                  \
@@ -124,6 +136,13 @@ struct kv_cu_ipc_handle {
 	  (kv_cu_ptr * ptr, struct kv_cu_ipc_handle handle, unsigned flags))             \
 	X(cuIpcCloseMemHandle, ipc_close, (kv_cu_ptr ptr))
 
+/* Not in every driver: NULL there. */
+#define KV_CUDA_OPTIONAL(X)                                                              \
+	X(cuMemcpyBatchAsync_v2, copy_batch_async, /* from CUDA 13.0 on */               \
+	  (const kv_cu_ptr *dsts, const kv_cu_ptr *srcs, const size_t *bytes, size_t nr, \
+	   const struct kv_cu_copy_attr *attrs, const size_t *attr_from,                 \
+	   size_t nr_attrs, void *stream))
+
 /**
  * struct kv_cuda_syms - the driver, or nothing
  * @lib: dlopen handle; NULL = not loaded
@@ -132,6 +151,7 @@ struct kv_cuda_syms {
 	void *lib;
 #define KV_CUDA_MEMBER(sym, member, args) kv_cu_result(*member) args;
 	KV_CUDA_SYMS(KV_CUDA_MEMBER)
+	KV_CUDA_OPTIONAL(KV_CUDA_MEMBER)
 #undef KV_CUDA_MEMBER
 };
 
@@ -164,6 +184,9 @@ static inline int kv_cuda_load(struct kv_cuda_syms *s, char *error, size_t error
 	}
 	KV_CUDA_SYMS(KV_CUDA_FIND)
 #undef KV_CUDA_FIND
+#define KV_CUDA_TRY(sym, member, args) *(void **)&s->member = dlsym(s->lib, #sym);
+	KV_CUDA_OPTIONAL(KV_CUDA_TRY)
+#undef KV_CUDA_TRY
 	return 0;
 missing:
 	dlclose(s->lib);

@@ -18,7 +18,10 @@ struct kvd_copier;
  * @pool: pin the host pool
  * @map: @fd stays the caller's. @ret_at: the extent's address
  * @unmap: nothing touches it any more
- * @copy: one run on a stream, not waiting; @pool_addr in the host pool
+ * @copy: one run on a stream, not waiting; @pool_addr in the host pool. It may be gathered
+ *	with others until
+ * @issue: what copy() has gathered goes to the device. Return: 0; -errno of one of them, any
+ *	part of them is on its way
  * @mark: @group becomes done when everything before it on @stream is
  * @query: Return: 1 done; 0 not yet; -errno: the device is of no use any more
  * @alloc: memory of this process; @ret_handle: 64 bytes
@@ -30,6 +33,7 @@ struct kvd_copy_ops {
 	int (*unmap)(struct kvd_copier *c, u64 at, u64 bytes);
 	int (*copy)(struct kvd_copier *c, u32 stream, u64 at, void *pool_addr, u64 bytes,
 		    bool in);
+	int (*issue)(struct kvd_copier *c, u32 stream);
 	int (*mark)(struct kvd_copier *c, u32 stream, u32 group);
 	int (*query)(struct kvd_copier *c, u32 stream, u32 group);
 	int (*alloc)(struct kvd_copier *c, u64 id, u64 bytes, u8 *ret_handle, char *text);

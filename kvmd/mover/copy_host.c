@@ -58,6 +58,11 @@ static int host_copy(struct kvd_copier *c, u32 stream, u64 at, void *pool_addr, 
 	return 0;
 }
 
+static int host_issue(struct kvd_copier *c, u32 stream)
+{
+	return 0;
+}
+
 static int host_mark(struct kvd_copier *c, u32 stream, u32 group)
 {
 	return 0;
@@ -84,6 +89,7 @@ static const struct kvd_copy_ops host_ops = {
 	.map = host_map,
 	.unmap = host_unmap,
 	.copy = host_copy,
+	.issue = host_issue,
 	.mark = host_mark,
 	.query = host_query,
 	.alloc = host_alloc,

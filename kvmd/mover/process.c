@@ -27,6 +27,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/mutant.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/mover/copy.h"
 #include "kvmd/mover/mover.h"
@@ -332,7 +333,12 @@ static void issue_run(struct mover *m, u32 i, const struct kvd_mv_entry *e)
 static void close_group(struct mover *m, u32 i, bool last)
 {
 	struct stream *s = &m->streams[i];
+	int r = 0;
 
+	if (!KV_MUTANT(mover_batch_kept))
+		r = m->copier->ops->issue(m->copier, i);
+	if (r && !s->open.status && !KV_MUTANT(mover_batch_error_lost))
+		s->open.status = r;
 	if (m->copier->ops->mark(m->copier, i, s->group_tail % KVD_MV_GROUPS))
 		exit(2);
 	kvd_crash_point();

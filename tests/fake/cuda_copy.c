@@ -10,6 +10,7 @@
  *	FAKE_CUDA_COPY_MS	time from an event's record to its being done (0)
  *	FAKE_CUDA_NO_SYNC	"kvmd-mover": a synchronous copy or wait by a program of that
  *				name aborts it (facts F-mover)
+ *	FAKE_CUDA_NO_BATCH	copies cannot go as a batch
  *	FAKE_CUDA_LATE		the events fail: "a device error" after this many queries
  */
 #include <errno.h>
@@ -214,6 +215,35 @@ API kv_cu_result cuMemcpyDtoHAsync_v2(void *dst, kv_cu_ptr src, size_t bytes,
 	if (!stream || !is_pinned(dst, bytes))
 		return INVALID;
 	memcpy(dst, (void *)(uintptr_t)src, bytes);
+	return OK;
+}
+
+API kv_cu_result cuMemcpyBatchAsync_v2(const kv_cu_ptr *dsts, const kv_cu_ptr *srcs,
+				       const size_t *bytes, size_t nr,
+				       const struct kv_cu_copy_attr *attrs,
+				       const size_t *attr_from, size_t nr_attrs,
+				       void *stream);
+API kv_cu_result cuMemcpyBatchAsync_v2(const kv_cu_ptr *dsts, const kv_cu_ptr *srcs,
+				       const size_t *bytes, size_t nr,
+				       const struct kv_cu_copy_attr *attrs,
+				       const size_t *attr_from, size_t nr_attrs,
+				       void *stream)
+{
+	MAYBE_FAIL("cuMemcpyBatchAsync_v2");
+	NEED_CONTEXT();
+	if (getenv("FAKE_CUDA_NO_BATCH"))
+		return KV_CU_NOT_SUPPORTED;
+	if (!stream || !nr || nr_attrs != 1 || attr_from[0] ||
+	    attrs->order != KV_CU_ORDER_STREAM || attrs->flags != KV_CU_COPY_OVERLAP)
+		return INVALID;
+	for (size_t i = 0; i < nr; i++) {
+		void *dst = (void *)(uintptr_t)dsts[i];
+		const void *src = (const void *)(uintptr_t)srcs[i];
+
+		if (!is_pinned(dst, bytes[i]) && !is_pinned(src, bytes[i]))
+			return INVALID;
+		memcpy(dst, src, bytes[i]);
+	}
 	return OK;
 }
 

@@ -117,6 +117,7 @@ KVT_TEST(o61_copies_cross_the_pieces)
 	KVT_EXPECT_EQ(c->ops->copy(c, 0, (uintptr_t)page, pool + 64 * GIB - 4096,
 				   sizeof(page), false),
 		      0);
+	KVT_EXPECT_EQ(c->ops->issue(c, 0), 0);
 	KVT_EXPECT_EQ(c->ops->mark(c, 0, 0), 0);
 	while (!c->ops->query(c, 0, 0))
 		;
@@ -124,10 +125,59 @@ KVT_TEST(o61_copies_cross_the_pieces)
 	KVT_EXPECT_EQ(c->ops->copy(c, 1, (uintptr_t)back, pool + 64 * GIB - 4096,
 				   sizeof(back), true),
 		      0);
+	KVT_EXPECT_EQ(c->ops->issue(c, 1), 0);
 	KVT_EXPECT_EQ(c->ops->mark(c, 1, 0), 0);
 	while (!c->ops->query(c, 1, 0))
 		;
 	KVT_EXPECT(!memcmp(back, page, sizeof(page)));
+}
+
+/* One of a mebibyte or more waits for others, more than a batch holds go as two, and a
+ * copy that crosses two pieces is two of them. */
+KVT_TEST(long_copies_go_as_a_batch)
+{
+	struct kvd_copier *c = open_copier();
+	u8 *pool = addresses(65 * GIB), *to = addresses(256u << 20);
+	u8 *from = pool + 64 * GIB - (40u << 20);
+	const u32 nr = 70, mib = 1u << 20;
+
+	setenv("FAKE_CUDA_FAIL", "cuMemcpyHtoDAsync_v2:1+", 1);
+	KVT_EXPECT_EQ(c->ops->pool(c, pool, 65 * GIB, text), 0);
+	for (u32 i = 0; i < nr; i++)
+		memset(from + (u64)i * mib, (int)i + 1, mib);
+	for (u32 i = 0; i < nr; i++)
+		KVT_EXPECT_EQ(c->ops->copy(c, 2, (uintptr_t)to + (u64)i * mib,
+					   from + (u64)i * mib, mib, true),
+			      0);
+	KVT_EXPECT_EQ(to[0], 1);
+	KVT_EXPECT_EQ(to[(u64)(nr - 1) * mib], 0);
+	KVT_EXPECT_EQ(c->ops->issue(c, 2), 0);
+	KVT_EXPECT(!memcmp(to, from, (u64)nr * mib));
+	KVT_EXPECT_EQ(c->ops->issue(c, 2), 0);
+	/* Both ways on one stream. */
+	memset(to, 0x77, 8 * mib);
+	KVT_EXPECT_EQ(c->ops->copy(c, 2, (uintptr_t)to + 8 * mib, from + 39ull * mib,
+				   2 * mib, true),
+		      0);
+	KVT_EXPECT_EQ(c->ops->copy(c, 2, (uintptr_t)to, pool, 8 * mib, false), 0);
+	KVT_EXPECT_EQ(to[8 * mib], 40);
+	KVT_EXPECT_EQ(to[9 * mib], 41);
+	KVT_EXPECT_EQ(c->ops->issue(c, 2), 0);
+	KVT_EXPECT(!memcmp(to, pool, 8 * mib));
+}
+
+/* Short ones go by themselves, at once. */
+KVT_TEST(short_copies_are_not_gathered)
+{
+	struct kvd_copier *c = open_copier();
+	u8 *pool = addresses(GIB), to[4096] = {0};
+
+	setenv("FAKE_CUDA_FAIL", "cuMemcpyBatchAsync_v2:1+", 1);
+	KVT_EXPECT_EQ(c->ops->pool(c, pool, GIB, text), 0);
+	memset(pool, 0x5a, sizeof(to));
+	KVT_EXPECT_EQ(c->ops->copy(c, 0, (uintptr_t)to, pool, sizeof(to), true), 0);
+	KVT_EXPECT(!memcmp(to, pool, sizeof(to)));
+	KVT_EXPECT_EQ(c->ops->issue(c, 0), 0);
 }
 
 /*

@@ -35,6 +35,16 @@ KV_STATIC_ASSERT(KV_CU_IPC_LAZY == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, "ipc flag
 KV_STATIC_ASSERT(KV_CU_STREAM_NON_BLOCKING == CU_STREAM_NON_BLOCKING, "stream flag");
 KV_STATIC_ASSERT(KV_CU_EVENT_DISABLE_TIMING == CU_EVENT_DISABLE_TIMING, "event flag");
 KV_STATIC_ASSERT(KV_CU_NOT_READY == CUDA_ERROR_NOT_READY, "result");
+KV_STATIC_ASSERT(KV_CU_NOT_SUPPORTED == CUDA_ERROR_NOT_SUPPORTED, "result");
+#if CUDA_VERSION >= 12080
+KV_STATIC_ASSERT(sizeof(struct kv_cu_copy_attr) == sizeof(CUmemcpyAttributes), "copy");
+KV_STATIC_ASSERT(offsetof(struct kv_cu_copy_attr, flags) ==
+			 offsetof(CUmemcpyAttributes, flags),
+		 "copy");
+KV_STATIC_ASSERT(KV_CU_ORDER_STREAM == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, "order");
+KV_STATIC_ASSERT(KV_CU_COPY_OVERLAP == CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE,
+		 "flag");
+#endif
 KV_STATIC_ASSERT(sizeof(((struct kv_legacy_extent *)0)->handle) == sizeof(CUipcMemHandle),
 		 "handle in the extent's file");
 KV_STATIC_ASSERT(KV_CU_RECOMMENDED == CU_MEM_ALLOC_GRANULARITY_RECOMMENDED, "option");

@@ -185,6 +185,33 @@ KVT_TEST(refused_copy_fails_its_job_only)
 	rig_close(&rig);
 }
 
+/* Runs that go as a batch, and those of a driver that has none. */
+KVT_TEST(refused_batch_fails_its_job_only)
+{
+	struct rig rig;
+
+	setenv("FAKE_CUDA_FAIL", "cuMemcpyBatchAsync_v2:2", 1);
+	rig_open(&rig, true, NULL);
+	KVT_EXPECT_EQ(copy_run(&rig, KVD_MOVER_IN, 0, 16, 0), 0);
+	KVT_EXPECT_EQ(copy_run(&rig, KVD_MOVER_IN, 0, 16, 0), -ENOMEM);
+	KVT_EXPECT_EQ(kvd_mover_stats(rig.m)->deaths, 0);
+	KVT_EXPECT_EQ(kvd_mover_stats(rig.m)->failed, 1);
+	round_trip(&rig, 0);
+	rig_close(&rig);
+}
+
+KVT_TEST(driver_without_batches_copies_one_by_one)
+{
+	struct rig rig;
+
+	setenv("FAKE_CUDA_NO_BATCH", "1", 1);
+	rig_open(&rig, true, NULL);
+	round_trip(&rig, 0);
+	round_trip(&rig, 1);
+	KVT_EXPECT_EQ(kvd_mover_stats(rig.m)->failed, 0);
+	rig_close(&rig);
+}
+
 /* An earlier kvmd's mover is ended, and nothing starts before its end is proven. */
 KVT_TEST(mover_of_an_earlier_kvmd_is_ended_first)
 {
