@@ -21,6 +21,8 @@
 
 #define COPY_DEADLINE_NS (10ull * KV_NSEC_PER_SEC)
 #define COPIER_STUCK_NS	 (250 * KV_NSEC_PER_MSEC)
+/* A job of so many bytes is long enough for a bus, and its pages wait for its end. */
+#define JOB_BYTES	 (32ull << 20)
 
 /* ---------------------------------------------------------------- operations */
 
@@ -130,13 +132,14 @@ static u32 batch_fill(struct kvd_tiers *t, struct tier_batch *b, enum kvd_tier_d
 		      struct kvd_tier_copy *copies)
 {
 	struct tier_op *op, *tmp;
+	u64 bytes = 0;
 
 	b->dir = dir;
 	list_init(&b->ops);
 	list_for_each_entry_safe (op, tmp, &t->copies[dir], wait) {
 		struct kvd_pool *pool = tier_pool_of(op);
 
-		if (b->nr == KVD_TIER_BATCH)
+		if (b->nr == KVD_TIER_BATCH || bytes >= JOB_BYTES)
 			break;
 		kv_assert(pool);
 		copies[b->nr++] = (struct kvd_tier_copy){
@@ -146,6 +149,7 @@ static u32 batch_fill(struct kvd_tiers *t, struct tier_batch *b, enum kvd_tier_d
 			.bytes = kv_round_up(op->want.page_bytes, 4) -
 				 (KV_MUTANT(page_tail_not_copied) ? 256 : 0),
 		};
+		bytes += op->want.page_bytes;
 		list_del(&op->wait);
 		list_add_tail(&b->ops, &op->wait);
 		t->nr_copies[dir]--;
