@@ -118,6 +118,7 @@ static int request_prepare(struct kvd_request *req)
 		r = kvd_ring_room(&conn->ring, sqe->ret_off, sqe->ret_bytes, 0);
 		if (r)
 			return r;
+		kvd_ring_expect(&conn->ring, sqe->ret_off, sqe->ret_bytes);
 	}
 	if (!(req->op->flags & KVD_OP_LATE))
 		return kvd_ring_args(&conn->ring, sqe->arg_off, sqe->arg_bytes,

@@ -17,7 +17,9 @@
 #include "base/once.h"
 #include "kvmd/backend/memfd.h"
 
-#define RING_PAGE 4096u
+#define RING_PAGE    4096u
+/* Results of 128 pages: more would push out what the request itself needs. */
+#define EXPECT_BYTES 2048u
 
 int kvd_ring_create(struct kvd_ring *ring, u64 client_id, u64 table_epoch, u32 depth,
 		    u32 nonce)
@@ -199,6 +201,14 @@ int kvd_ring_room(const struct kvd_ring *ring, u32 off, u32 room, u64 bytes)
 	if (off > ring->arg_bytes || room > ring->arg_bytes - off)
 		return -EFAULT;
 	return bytes > room ? -ENOSPC : 0;
+}
+
+void kvd_ring_expect(const struct kvd_ring *ring, u32 off, u32 bytes)
+{
+	const u8 *at = ring->args + off;
+
+	for (u32 i = 0; i < KV_MIN(bytes, EXPECT_BYTES); i += 64)
+		__builtin_prefetch(at + i, 1);
 }
 
 void kvd_ring_results(struct kvd_ring *ring, u32 off, const void *src, u32 bytes)

@@ -112,6 +112,13 @@ int kvd_ring_args(const struct kvd_ring *ring, u32 off, u32 bytes, void *dst);
  * Return: 0; -EFAULT outside the area; -ENOSPC not enough room */
 int kvd_ring_room(const struct kvd_ring *ring, u32 off, u32 room, u64 bytes);
 
+/**
+ * kvd_ring_expect() - results will go to @off soon: have their cache lines come meanwhile
+ *
+ * They are the client's since it read its last answer. kvd_ring_room() was asked before.
+ */
+void kvd_ring_expect(const struct kvd_ring *ring, u32 off, u32 bytes);
+
 /** kvd_ring_results() - copy results into the shared area; kvd_ring_room() was asked
  * before */
 void kvd_ring_results(struct kvd_ring *ring, u32 off, const void *src, u32 bytes);
