@@ -453,8 +453,13 @@ static inline void fetch_right(struct kvd_lookup_op *op, u32 page)
 /* Pages whose keys are there and whose memory is still coming. */
 #define KEYS_AHEAD (KVD_LOOKUP_KEYS - 1)
 
-/* The key of page @op->hashed, and in its two halves' shade the hit of the page that is
- * KEYS_AHEAD before it. Return: was that one a hit? */
+/*
+ * The key of page @op->hashed, and in the shade of its two halves its token hash and the
+ * hit of the page that is KEYS_AHEAD before it. Return: was that one a hit?
+ *
+ * A CPU looks about one half ahead of what it waits for: what lies between the halves may
+ * not be long, or it waits to begin the second one (measured: seven orders).
+ */
 static bool hash_one(struct kvd_lookup_op *op)
 {
 	u32 page = op->hashed;
@@ -465,18 +470,18 @@ static bool hash_one(struct kvd_lookup_op *op)
 	struct kvd_keyhash kh;
 
 	kvd_keyhash_begin(&kh, tokens, first ? op->key : before->key, pool->personal);
-	if (page - op->nr == KEYS_AHEAD && !lookup_key(op))
-		return false;
+	k->walk = kvd_walk_hash(pool, first ? op->walk : before->walk, tokens);
+	kvd_walk_head_fetch(pool, k->walk);
 	kvd_keyhash_end(&kh, k->key);
 	key_shorten(pool, k->key);
+	if (page - op->nr == KEYS_AHEAD && !lookup_key(op))
+		return false;
 	if (page - op->nr > 1)
 		fetch_right(op, page - 2);
 	if (!first)
 		fetch_first(op, page - 1);
 	k->hash = key_hash(pool, k->key);
 	__builtin_prefetch(head_of(pool, k->hash));
-	k->walk = kvd_walk_hash(pool, first ? op->walk : before->walk, tokens);
-	kvd_walk_head_fetch(pool, k->walk);
 	op->hashed++;
 	return true;
 }
@@ -502,8 +507,8 @@ static bool keys_finish(struct kvd_lookup_op *op)
 /*
  * @max pages more by their keys, up to page @here at most. A key needs the one before it,
  * but not its entry, and a hash is a long chain of steps that leaves most of the CPU idle.
- * So the pages before are worked on between and behind its halves: the chain's head of
- * one, the entry of the next, and the hit of the third, whose memory is there by then.
+ * So the pages before are worked on behind its second half: the hit of one, whose memory is
+ * there by then, the entry of the next, and the chain's head of the last.
  * What is so under way at the end goes on in the next turn. Return: were all of them hits?
  */
 static bool lookup_hash(struct kvd_lookup_op *op, u32 max, u32 here)
