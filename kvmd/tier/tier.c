@@ -21,8 +21,6 @@
 
 #define COPY_DEADLINE_NS (10ull * KV_NSEC_PER_SEC)
 #define COPIER_STUCK_NS	 (250 * KV_NSEC_PER_MSEC)
-/* A job of so many bytes is long enough for a bus, and its pages wait for its end. */
-#define JOB_BYTES	 (32ull << 20)
 
 /* ---------------------------------------------------------------- operations */
 
@@ -139,7 +137,7 @@ static u32 batch_fill(struct kvd_tiers *t, struct tier_batch *b, enum kvd_tier_d
 	list_for_each_entry_safe (op, tmp, &t->copies[dir], wait) {
 		struct kvd_pool *pool = tier_pool_of(op);
 
-		if (b->nr == KVD_TIER_BATCH || bytes >= JOB_BYTES)
+		if (b->nr == KVD_TIER_BATCH || bytes >= t->p.job_bytes)
 			break;
 		kv_assert(pool);
 		copies[b->nr++] = (struct kvd_tier_copy){
@@ -360,6 +358,8 @@ int kvd_tier_create(const struct kvd_tier_params *p, char *error, struct kvd_tie
 	if (!t)
 		return -ENOMEM;
 	t->p = *p;
+	if (!t->p.job_bytes)
+		t->p.job_bytes = KVD_TIER_JOB_BYTES;
 	t->core = p->core;
 	list_init(&t->free);
 	list_init(&t->all);

@@ -30,11 +30,13 @@
 
 #define KVD_TIER_OPS 512u
 #define KVD_TIER_SPILLS_MAX \
-	256u		     /* SPILLING pages, and a quarter of a pool: reclaim waits */
-#define KVD_TIER_BATCH	 64u /* pages in one copy job */
-#define KVD_TIER_BATCHES 64u
-#define KVD_TIER_FDS	 3u
-#define KVD_TIER_NONE	 (~0ull)
+	256u /* SPILLING pages, and a quarter of a pool: reclaim waits */
+#define KVD_TIER_BATCH	   64u /* pages in one copy job */
+#define KVD_TIER_BATCHES   64u
+/* Long enough for a bus, and a job's pages wait for its end. */
+#define KVD_TIER_JOB_BYTES (32ull << 20)
+#define KVD_TIER_FDS	   3u
+#define KVD_TIER_NONE	   (~0ull)
 
 /** Counters; each only grows. */
 #define KVD_TIER_COUNTERS(X)                                                 \
@@ -108,6 +110,7 @@ struct kvd_tier_copier {
  * @host_mark: store.h
  * @force_threads: no io_uring
  * @nr_workers: threads for digests
+ * @job_bytes: a copy job of so many bytes gets no more pages; 0: KVD_TIER_JOB_BYTES
  * @tell: a page's bytes were not what its digest says; may be NULL
  */
 struct kvd_tier_params {
@@ -123,6 +126,7 @@ struct kvd_tier_params {
 	u8 host_mark[16];
 	bool force_threads;
 	u32 nr_workers;
+	u64 job_bytes;
 	void (*tell)(void *arg, const char *line);
 	void *tell_arg;
 };

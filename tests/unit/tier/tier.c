@@ -89,6 +89,29 @@ KVT_TEST(o24_frame_being_stored_is_not_used_again)
 	world_close();
 }
 
+/* Pages of a job wait for its end: it takes no more than its bytes. */
+KVT_TEST(copy_jobs_end_at_their_bytes)
+{
+	u32 nr = 0;
+
+	world_open(false, 0);
+	w.tiers->p.job_bytes = 3 * kv_page_bytes(&w.a->pool->layout);
+	cache(1, 8);
+	w.hold[KVD_TIER_OUT] = true;
+	KVT_EXPECT_EQ(kvd_reclaim_pool(w.a->pool, KVD_TENANTS_MAX, 8, false), 8);
+	settle();
+	KVT_EXPECT_EQ(w.nr_jobs, 3);
+	for (u32 i = 0; i < w.nr_jobs; i++) {
+		KVT_EXPECT(w.jobs[i].nr && w.jobs[i].nr <= 3);
+		nr += w.jobs[i].nr;
+	}
+	KVT_EXPECT_EQ(nr, 8);
+	w.hold[KVD_TIER_OUT] = false;
+	settle();
+	KVT_EXPECT_EQ(fetch(1, 8), 8);
+	world_close();
+}
+
 /* O21: the session that wanted the page is gone, the copy into it comes late. */
 KVT_TEST(o21_session_ends_while_a_page_comes_back)
 {
