@@ -9,111 +9,15 @@
 #ifndef KVK_MOE_INT4_MMA_CUH
 #define KVK_MOE_INT4_MMA_CUH
 
-#include "moe_int4_feed.cuh"
-
-/* A nibble n = q + 8 becomes a 16-bit float by and-or alone: 128 + n in bf16 (x), 1024 +
- * n or 1024 + 16 n in f16 (h; columns 2, 3, 6, 7 of eight, whose h is stored as h / 16).
- * What is too much is the same for every row of W, so it is cheaper taken off once for
- * all rows: by a product of the tokens with constants (few tokens), or from each weight
- * (many). */
-template <enum moe_mode MODE, bool EXACT>
-__device__ __forceinline__ void dequant(uint32_t w, uint32_t (&p)[4])
-{
-#pragma unroll
-	for (int j = 0; j < 4; j++) {
-		if constexpr (MODE == MOE_X) {
-			p[j] = ptx_and_or(w >> (4 * j), 0x000f000fu, 0x43004300u);
-			if (EXACT)
-				p[j] = ptx_fma_bf16x2(p[j], 0x3f803f80u,
-						      0xc308c308u); /* - 136 */
-		} else {
-			p[j] = ptx_and_or(w >> (j / 2 * 8),
-					  j % 2 ? 0x00f000f0u : 0x000f000fu, 0x64006400u);
-			if (EXACT) /* - 1032, - 1152 */
-				p[j] = ptx_fma_f16x2(p[j], 0x3c003c00u,
-						     j % 2 ? 0xe480e480u : 0xe408e408u);
-		}
-	}
-}
-
-template <enum moe_mode MODE>
-__device__ __forceinline__ void tile_mma(float (&d)[4], const uint32_t (&a)[4],
-					 uint32_t b0, uint32_t b1, const float (&c)[4])
-{
-	if constexpr (MODE == MOE_X)
-		ptx_mma_bf16(d, a, b0, b1, c);
-	else
-		ptx_mma_f16(d, a, b0, b1, c);
-}
-
-/* The B operand of 32 columns for one token: eight neighbours of its row. */
-template <enum moe_mode MODE>
-__device__ __forceinline__ uint4 load_tokens(uint32_t row, uint32_t kb, uint32_t t,
-					     float inv, bool there)
-{
-	if (!there) /* zeros cost the least power */
-		return make_uint4(0, 0, 0, 0);
-	if constexpr (MODE != MOE_H32) {
-		return ptx_lds128(row + kb * 64u + t * 16u);
-	} else {
-		uint4 lo = ptx_lds128(row + kb * 128u + t * 32u);
-		uint4 hi = ptx_lds128(row + kb * 128u + t * 32u + 16u);
-		float high = inv * MOE_H_HIGH;
-		uint4 b;
-
-		b.x = ptx_f16x2(__uint_as_float(lo.x) * inv, __uint_as_float(lo.y) * inv);
-		b.y = ptx_f16x2(__uint_as_float(lo.z) * high,
-				__uint_as_float(lo.w) * high);
-		b.z = ptx_f16x2(__uint_as_float(hi.x) * inv, __uint_as_float(hi.y) * inv);
-		b.w = ptx_f16x2(__uint_as_float(hi.z) * high,
-				__uint_as_float(hi.w) * high);
-		return b;
-	}
-}
-
-template <int G>
-__device__ __forceinline__ void load_scales(uint32_t addr, uint32_t g, uint32_t is_f16,
-					    float (&s)[128 / G][4])
-{
-	uint32_t v[128 / G * 2];
-
-	if constexpr (G == 128) {
-		uint2 a = ptx_lds64(addr + g * 8u);
-		v[0] = a.x;
-		v[1] = a.y;
-	} else {
-#pragma unroll
-		for (int i = 0; i < 128 / G * 2; i += 4) {
-			uint4 a = ptx_lds128(addr + g * (1024u / G) + i * 4u);
-			v[i] = a.x;
-			v[i + 1] = a.y;
-			v[i + 2] = a.z;
-			v[i + 3] = a.w;
-		}
-	}
-	if (is_f16) {
-#pragma unroll
-		for (int i = 0; i < 128 / G * 2; i++) {
-			s[i / 2][i % 2 * 2] = ptx_f16_f32(v[i] & 0xffffu);
-			s[i / 2][i % 2 * 2 + 1] = ptx_f16_f32(v[i] >> 16);
-		}
-	} else {
-#pragma unroll
-		for (int i = 0; i < 128 / G * 2; i++) {
-			s[i / 2][i % 2 * 2] = __uint_as_float(v[i] << 16);
-			s[i / 2][i % 2 * 2 + 1] = __uint_as_float(v[i] & 0xffff0000u);
-		}
-	}
-}
+#include "moe_int4_few.cuh"
 
 /* acc += scale * sum, for a scale group's columns of 32 rows and 8 tokens */
 __device__ __forceinline__ void add_group(float (&acc)[4], const float (&sum)[4],
-					  const float *s, const float *offset,
-					  const float (&back)[2])
+					  const float *s, const float (&back)[2])
 {
 #pragma unroll
 	for (int i = 0; i < 4; i++)
-		acc[i] += s[i / 2] * back[i % 2] * (offset ? sum[i] + offset[i] : sum[i]);
+		acc[i] += s[i / 2] * back[i % 2] * sum[i];
 }
 
 /* acc += h's scale * the brick's sum */
@@ -136,22 +40,16 @@ __device__ __forceinline__ void add_brick(float (&acc)[2][NT][4],
 }
 
 /* One brick (32 rows x 128 columns) times 8 NT tokens: acc[m tile][n tile][fragment]. */
-template <int NT, int G, enum moe_mode MODE, bool EXACT>
-__device__ __forceinline__ void
-brick_mma(float (&acc)[2][NT][4], uint32_t brick, uint32_t x, uint32_t xrow,
-	  const float (&inv)[NT], uint32_t n, uint32_t is_f16)
+template <int NT, int G, enum moe_mode MODE>
+__device__ __forceinline__ void brick_mma(float (&acc)[2][NT][4], uint32_t brick,
+					  uint32_t x, uint32_t xrow, uint32_t n,
+					  uint32_t is_f16)
 {
-
-	constexpr uint32_t O0 =
-		MODE == MOE_X ? 0xc308c308u : 0xe408e408u; /* - 136, - 1032 */
-	constexpr uint32_t O1 =
-		MODE == MOE_X ? 0xc308c308u : 0xe480e480u; /* - 136, - 1152 */
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-	const uint32_t offset[4] = {O0, O0, O1, O1};
 	float zero[4] = {};
 	/* h's scale: once per brick, or (no registers left for that) with the group's */
 	constexpr bool PART = MODE == MOE_H16 && NT <= 2;
-	float s[128 / G][4], sum[2][NT][4], off[NT][4], part[2][NT][4] = {};
+	float s[128 / G][4], sum[2][NT][4], part[2][NT][4] = {};
 
 	load_scales<G>(brick + KVK_BRICK_NIBBLES, g, is_f16, s);
 #pragma unroll
@@ -160,26 +58,20 @@ brick_mma(float (&acc)[2][NT][4], uint32_t brick, uint32_t x, uint32_t xrow,
 		uint4 w = ptx_lds128(brick + kb * 512u + lane * 16u);
 		uint32_t p[4][4];
 
-		dequant<MODE, EXACT>(w.x, p[0]);
-		dequant<MODE, EXACT>(w.y, p[1]);
-		dequant<MODE, EXACT>(w.z, p[2]);
-		dequant<MODE, EXACT>(w.w, p[3]);
+		dequant<MODE, true>(w.x, p[0]);
+		dequant<MODE, true>(w.y, p[1]);
+		dequant<MODE, true>(w.z, p[2]);
+		dequant<MODE, true>(w.w, p[3]);
 #pragma unroll
 		for (int nt = 0; nt < NT; nt++) {
-			uint4 b = load_tokens<MODE>(x + (nt * 8u + g) * xrow, kb, t,
-						    inv[nt], nt * 8u + g < n);
+			uint4 b = load_tokens<MODE>(x + (nt * 8u + g) * xrow, kb, t, 1.0f,
+						    nt * 8u + g < n);
 			float back[2] = {1.0f, 1.0f};
 
 			if (MODE == MOE_H16 && !PART && end)
 				for (int i = 0; i < 2; i++)
 					back[i] = ptx_lds32(
 						x + (nt * 8 + 2 * t + i) * xrow + 256u);
-
-			if constexpr (!EXACT) {
-				tile_mma<MODE>(off[nt], offset, b.x, b.y,
-					       begin ? zero : off[nt]);
-				tile_mma<MODE>(off[nt], offset, b.z, b.w, off[nt]);
-			}
 #pragma unroll
 			for (int m = 0; m < 2; m++) {
 				uint32_t a0[4] = {p[2 * m][0], p[2 * m + 1][0],
@@ -188,16 +80,11 @@ brick_mma(float (&acc)[2][NT][4], uint32_t brick, uint32_t x, uint32_t xrow,
 						  p[2 * m][3], p[2 * m + 1][3]};
 				float(&c)[4] = sum[m][nt];
 
-				if constexpr (!EXACT && G == 32)
-					tile_mma<MODE>(c, a0, b.x, b.y, off[nt]);
-				else
-					tile_mma<MODE>(c, a0, b.x, b.y, begin ? zero : c);
+				tile_mma<MODE>(c, a0, b.x, b.y, begin ? zero : c);
 				tile_mma<MODE>(c, a1, b.z, b.w, c);
 				if (end)
 					add_group(PART ? part[m][nt] : acc[m][nt], c,
-						  &s[kb * 32 / G][2 * m],
-						  !EXACT && G != 32 ? off[nt] : nullptr,
-						  back);
+						  &s[kb * 32 / G][2 * m], back);
 			}
 		}
 	}
@@ -205,8 +92,48 @@ brick_mma(float (&acc)[2][NT][4], uint32_t brick, uint32_t x, uint32_t xrow,
 		add_brick<NT>(acc, part, x, xrow);
 }
 
+/* One brick times 8 NT tokens, or 8 / P where a tile is 8 columns. */
+template <int NT, int P, int G, enum moe_mode MODE>
+__device__ __forceinline__ void
+brick_any(float (&acc)[2][NT][4], uint32_t brick, uint32_t x, uint32_t xrow,
+	  const struct few_lane<P> &f, uint32_t n, uint32_t is_f16)
+{
+	if constexpr (NT == 1)
+		brick_few<P, G, MODE>(acc, brick, x, xrow, f, n, is_f16);
+	else
+		brick_mma<NT, G, MODE>(acc, brick, x, xrow, n, is_f16);
+}
+
+/* Before a unit's first brick. */
+template <int NT, int P, enum moe_mode MODE>
+__device__ __forceinline__ struct few_lane<P> unit_begin(float (&acc)[2][NT][4],
+							 const float *inv)
+{
+#pragma unroll
+	for (int i = 0; i < 8 * NT; i++)
+		acc[i / (4 * NT)][i / 4 % NT][i % 4] = 0.0f;
+	return few_lane_make<P, MODE>(inv);
+}
+
+/* After its last one: a token's sums come together in the lanes where they belong. */
+template <int NT, int P, enum moe_mode MODE>
+__device__ __forceinline__ void unit_end(float (&acc)[2][NT][4])
+{
+#pragma unroll
+	for (int i = 0; i < 8 * NT; i++) {
+		float &v = acc[i / (4 * NT)][i / 4 % NT][i % 4];
+
+		if (P > 1)
+			v += __shfl_xor_sync(~0u, v, 2);
+		if (P > 2)
+			v += __shfl_xor_sync(~0u, v, 1);
+		if (MODE == MOE_X)
+			v *= NT == 1 ? MOE_X_BACK : MOE_X_BACK2;
+	}
+}
+
 /* The group's stages of row block @rb into acc. */
-template <int NT, int WK, enum moe_mode MODE, int G, class S>
+template <int NT, int P, int WK, enum moe_mode MODE, int G, class S>
 __device__ __forceinline__ void
 unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n,
 	 const float *inv, bool keep, struct moe_ring &r, struct moe_ring &rx)
@@ -218,15 +145,8 @@ unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
 	const uint32_t group = threadIdx.x / 32 / MOE_GROUP, wk = warp % WK;
 	const bool mine = rb * WM + warp / WK < m.mtiles && !a.loads_only;
-	float scale[NT];
+	const struct few_lane<P> f = unit_begin<NT, P, MODE>(acc, inv);
 
-#pragma unroll
-	for (int nt = 0; nt < NT; nt++) {
-		scale[nt] = MODE == MOE_H32 ? inv[nt * 8 + lane / 4] : 1.0f;
-#pragma unroll
-		for (int i = 0; i < 4; i++)
-			acc[0][nt][i] = acc[1][nt][i] = 0.0f;
-	}
 	for (uint32_t c = 0; c < m.kbricks; c += XC) {
 		const uint32_t nr = (min(XC, m.kbricks - c) + WK - 1) / WK;
 		uint32_t i = r.stage % 2 != group, k = c + i * WK + wk;
@@ -241,10 +161,10 @@ unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n
 		for (; i < nr; i += 2, k += 2 * WK, x += 2 * WK * STEP) {
 			ptx_mbar_wait(s.full + 8 * s.stage, s.phase);
 			if (mine && k < m.kbricks)
-				brick_mma<NT, G, MODE, !(S::OFFSET && NT == 1)>(
-					acc,
-					s.base + s.stage * S::STAGE + warp * S::BRICK, x,
-					XROW, scale, n, a.scale_f16);
+				brick_any<NT, P, G, MODE>(acc,
+							  s.base + s.stage * S::STAGE +
+								  warp * S::BRICK,
+							  x, XROW, f, n, a.scale_f16);
 			__syncwarp();
 			if (lane == 0)
 				ptx_mbar_arrive(s.empty + 8 * s.stage);
@@ -257,10 +177,11 @@ unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n
 			ptx_mbar_arrive(rx.empty + 8 * rx.stage);
 		ring_next<S::CHUNKS>(rx);
 	}
+	unit_end<NT, P, MODE>(acc);
 }
 
 /* Two row blocks at once, a group each; returns the one that is this group's. */
-template <int NT, enum moe_mode MODE, int G, class S>
+template <int NT, int P, enum moe_mode MODE, int G, class S>
 __device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
 					     const struct moe_i4 &a, uint32_t rb,
 					     uint32_t n, const float *inv, bool keep,
@@ -268,27 +189,20 @@ __device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
 {
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
 	const uint32_t group = threadIdx.x / 32 / MOE_GROUP;
+	const struct few_lane<P> f = unit_begin<NT, P, MODE>(acc, inv);
 	uint32_t x = rx.base + rx.stage * S::CHUNK;
 	struct moe_ring s = r;
-	float scale[NT];
 
 	rb += r.stage % 2 != group;
-#pragma unroll
-	for (int nt = 0; nt < NT; nt++) {
-		scale[nt] = MODE == MOE_H32 ? inv[nt * 8 + lane / 4] : 1.0f;
-#pragma unroll
-		for (int i = 0; i < 4; i++)
-			acc[0][nt][i] = acc[1][nt][i] = 0.0f;
-	}
 	ring_skip<S::STAGES>(s, r.stage % 2 != group);
 	ptx_mbar_wait(rx.full + 8 * rx.stage, rx.phase);
 #pragma unroll 1
 	for (uint32_t k = 0; k < a.w2.kbricks; k++, x += S::H_STEP) {
 		ptx_mbar_wait(s.full + 8 * s.stage, s.phase);
 		if (rb * MOE_GROUP + warp < a.w2.mtiles && !a.loads_only)
-			brick_mma<NT, G, MODE, !(S::OFFSET && NT == 1)>(
+			brick_any<NT, P, G, MODE>(
 				acc, s.base + s.stage * S::STAGE + warp * S::BRICK, x,
-				S::XROW2, scale, n, a.scale_f16);
+				S::XROW2, f, n, a.scale_f16);
 		__syncwarp();
 		if (lane == 0)
 			ptx_mbar_arrive(s.empty + 8 * s.stage);
@@ -301,6 +215,7 @@ __device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
 			ptx_mbar_arrive(rx.empty + 8 * rx.stage);
 		ring_next<S::CHUNKS>(rx);
 	}
+	unit_end<NT, P, MODE>(acc);
 	return rb;
 }
 

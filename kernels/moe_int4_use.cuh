@@ -128,17 +128,20 @@ store_out(const struct moe_i4 &a, const float (&acc)[2][NT][4], uint32_t rb, uin
 	}
 }
 
-template <int NT, int NTMAX, int WK, int G>
+template <int NT, int P, int NTMAX, int WK, int G>
 __device__ __forceinline__ void
 unit_run(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, const struct moe_unit &u,
 	 uint32_t q, uint32_t red, struct moe_ring &r, struct moe_ring &rx)
 {
 	using S = moe_shape<NTMAX, WK, G>;
 	const bool store = threadIdx.x < MOE_GROUP * 32;
+	/* two groups side by side save nothing where each brick has a scale of h as well */
+	constexpr int P2 = P == 2 ? 1 : P;
 	float acc[2][NT][4];
 
 	if (u.type == MOE_FIRST) {
-		unit_mma<NT, WK, MOE_X, G, S>(acc, a, u.rb, u.n, nullptr, false, r, rx);
+		unit_mma<NT, P, WK, MOE_X, G, S>(acc, a, u.rb, u.n, nullptr, false, r,
+						 rx);
 		unit_reduce<NT, WK>(acc, red);
 		if (store && WK == 1)
 			store_h16<NT>(a, acc, u, sh.slot[q], sh.amax[q]);
@@ -151,11 +154,11 @@ unit_run(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, const struct moe_
 		const bool keep = i + 2 < nr, pair = i + 1 < nr;
 
 		if (pair) {
-			rb = pair_mma<NT, S::MODE2, G, S>(acc, a, rb, u.n, sh.inv[q],
-							  keep, r, rx);
+			rb = pair_mma<NT, P2, S::MODE2, G, S>(acc, a, rb, u.n, sh.inv[q],
+							      keep, r, rx);
 		} else {
-			unit_mma<NT, 1, S::MODE2, G, S>(acc, a, rb, u.n, sh.inv[q], keep,
-							r, rx);
+			unit_mma<NT, P2, 1, S::MODE2, G, S>(acc, a, rb, u.n, sh.inv[q],
+							    keep, r, rx);
 			unit_reduce<NT, 1>(acc, red);
 		}
 		if (store || pair)
@@ -230,6 +233,7 @@ __device__ __forceinline__ void consumer(const struct moe_i4 &a,
 					 struct moe_shared<NTMAX> &sh, uint32_t red,
 					 struct moe_ring r, struct moe_ring rx)
 {
+	using S = moe_shape<NTMAX, WK, G>;
 	struct moe_place p = {};
 
 	if (threadIdx.x < MOE_GROUP * 32)
@@ -242,16 +246,22 @@ __device__ __forceinline__ void consumer(const struct moe_i4 &a,
 			return;
 		if (u.type == MOE_SUM)
 			unit_sum(a, u, sh.nr_tiles);
+		else if (S::SETS_4 && u.n <= 2)
+			unit_run<1, (S::SETS_4 ? 4 : 1), NTMAX, WK, G>(a, sh, u, p.q, red,
+								       r, rx);
+		else if (S::SETS_2 && u.n <= 4)
+			unit_run<1, (S::SETS_2 ? 2 : 1), NTMAX, WK, G>(a, sh, u, p.q, red,
+								       r, rx);
 		else if (NTMAX == 1 || u.n <= 8)
-			unit_run<1, NTMAX, WK, G>(a, sh, u, p.q, red, r, rx);
+			unit_run<1, 1, NTMAX, WK, G>(a, sh, u, p.q, red, r, rx);
 		else if (NTMAX == 2 || u.n <= 16)
-			unit_run<(NTMAX >= 2 ? 2 : 1), NTMAX, WK, G>(a, sh, u, p.q, red,
-								     r, rx);
+			unit_run<(NTMAX >= 2 ? 2 : 1), 1, NTMAX, WK, G>(a, sh, u, p.q,
+									red, r, rx);
 		else if (u.n <= 24)
-			unit_run<(NTMAX >= 4 ? 3 : 1), NTMAX, WK, G>(a, sh, u, p.q, red,
-								     r, rx);
+			unit_run<(NTMAX >= 4 ? 3 : 1), 1, NTMAX, WK, G>(a, sh, u, p.q,
+									red, r, rx);
 		else
-			unit_run<NTMAX, NTMAX, WK, G>(a, sh, u, p.q, red, r, rx);
+			unit_run<NTMAX, 1, NTMAX, WK, G>(a, sh, u, p.q, red, r, rx);
 		__syncwarp();
 		if (threadIdx.x % 32 == 0) {
 			ptx_mbar_arrive(ptx_smem(&sh.q_done[p.q]));

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * kernels_layer.cu - the expert half of a decode layer of Kimi K2 as one graph in
- * kvbench-kernels: norm, router, routed experts in INT4, shared expert in BF16. One thread.
+ * kvbench-kernels, whole and one rank of TP 8: norm, router, routed experts in INT4, shared expert
+ * in BF16. As in the engine's decode graphs, the shared expert's first half is a branch beside the
+ * router. One thread.
  *
  * The floor is the sum of the bytes of router, shared expert and the distinct experts that the
  * router chose, over the read ceiling.
@@ -13,10 +15,10 @@
 #include <string.h>
 #include "kernels/moe_cuda.h"
 
-enum { HIDDEN = 7168, INTER = 2048, EXPERTS = 384, TOP_K = 8, GROUP = 32 };
-enum { TOKENS_MAX = 128, SETS_MAX = 16 };
+enum { HIDDEN = 7168, EXPERTS = 384, TOP_K = 8, GROUP = 32 };
+enum { TOKENS_MAX = 128, SETS_MAX = 16, COPIES = 8 };
 
-/* struct layer - device memory; the residual differs from set to set, so the router's choice
+/* struct layer - device memory; router and shared expert COPIES times, as many as L2 does not hold; the residual differs from set to set, so the router's choice
  * does, and x is too small to change that however often it is added */
 struct layer {
 	struct kvk_experts e;
@@ -26,10 +28,12 @@ struct layer {
 	uint32_t *ids;
 	void *ws;
 	size_t ws_bytes;
-	uint32_t nr_tokens;
+	uint32_t nr_tokens, inter;
+	cudaStream_t side;
+	cudaEvent_t forked, joined;
 };
 
-static int layer_linear(struct kvb_ctx *ctx, const struct layer *d, const void *w,
+static int layer_linear(cudaStream_t stream, const struct layer *d, const void *w,
 			uint32_t rows, uint32_t cols, const void *x, void *y,
 			uint32_t y_dtype, bool accumulate)
 {
@@ -46,7 +50,7 @@ static int layer_linear(struct kvb_ctx *ctx, const struct layer *d, const void *
 	a.y_dtype = y_dtype;
 	a.nr_batch = 1;
 	a.accumulate = accumulate;
-	return kvk_cuda_ops()->linear(&a, ctx->stream);
+	return kvk_cuda_ops()->linear(&a, stream);
 }
 
 static int layer_norm(struct kvb_ctx *ctx, const struct layer *d, uint32_t set)
@@ -97,37 +101,47 @@ static int layer_experts(struct kvb_ctx *ctx, const struct layer *d)
 	return kvk_cuda_ops()->moe_int4(&a, ctx->stream);
 }
 
-static int layer_shared(struct kvb_ctx *ctx, const struct layer *d)
+/* The shared expert up to its second product, beside what follows on the main stream. */
+static int layer_inner(struct kvb_ctx *ctx, const struct layer *d,
+		       const uint8_t *shared13)
 {
 	struct kvk_silu_args s = {};
-	int r = layer_linear(ctx, d, d->shared13, 2 * INTER, HIDDEN, d->normed, d->gu,
-			     KVK_BF16, false);
+	int r;
 
+	KVB_CUDA(cudaEventRecord(d->forked, ctx->stream));
+	KVB_CUDA(cudaStreamWaitEvent(d->side, d->forked, 0));
+	r = layer_linear(d->side, d, shared13, 2 * d->inter, HIDDEN, d->normed, d->gu,
+			 KVK_BF16, false);
 	s.gu = d->gu;
 	s.y = d->act;
 	s.nr_tokens = d->nr_tokens;
-	s.inter = INTER;
+	s.inter = d->inter;
 	s.act_dtype = KVK_BF16;
 	if (!r)
-		r = kvk_cuda_ops()->silu(&s, ctx->stream);
-	return r ? r
-		 : layer_linear(ctx, d, d->shared2, HIDDEN, INTER, d->act, d->y, KVK_BF16,
-				true);
+		r = kvk_cuda_ops()->silu(&s, d->side);
+	KVB_CUDA(cudaEventRecord(d->joined, d->side));
+	return r;
 }
 
 static int call_layer(struct kvb_ctx *ctx, void *arg, uint32_t set)
 {
 	const struct layer *d = (const struct layer *)arg;
+	const size_t copy = set % COPIES, half = (size_t)d->inter * HIDDEN * 2;
 	int r = layer_norm(ctx, d, set);
 
 	if (!r)
-		r = layer_linear(ctx, d, d->router, EXPERTS, HIDDEN, d->normed, d->logits,
-				 KVK_F32, false);
+		r = layer_inner(ctx, d, d->shared13 + copy * 2 * half);
+	if (!r)
+		r = layer_linear(ctx->stream, d, d->router + copy * EXPERTS * HIDDEN * 2,
+				 EXPERTS, HIDDEN, d->normed, d->logits, KVK_F32, false);
 	if (!r)
 		r = layer_route(ctx, d);
 	if (!r)
 		r = layer_experts(ctx, d);
-	return r ? r : layer_shared(ctx, d);
+	KVB_CUDA(cudaStreamWaitEvent(ctx->stream, d->joined, 0));
+	return r ? r
+		 : layer_linear(ctx->stream, d, d->shared2 + copy * half, HIDDEN,
+				d->inter, d->act, d->y, KVK_BF16, true);
 }
 
 /* Distinct experts that a set chooses, on average. */
@@ -174,7 +188,7 @@ static void *layer_f32(struct kvb_ctx *ctx, size_t n, uint64_t seed)
 	return p;
 }
 
-static void layer_init(struct kvb_ctx *ctx, struct layer *d)
+static void layer_init(struct kvb_ctx *ctx, struct layer *d, uint32_t inter)
 {
 	struct kvk_moe_args a = {};
 
@@ -184,21 +198,24 @@ static void layer_init(struct kvb_ctx *ctx, struct layer *d)
 	d->e.order = KVK_ORDER_PACKED;
 	d->e.nr_experts = EXPERTS;
 	d->e.hidden = HIDDEN;
-	d->e.inter = INTER;
+	d->e.inter = d->inter = inter;
 	d->w13 = kvb_bricks_new(ctx, &d->e, 0);
 	d->w2 = kvb_bricks_new(ctx, &d->e, 1);
 	d->e.w13 = d->w13;
 	d->e.w2 = d->w2;
-	d->router = (uint8_t *)layer_bf16(ctx, (size_t)EXPERTS * HIDDEN, 21, 0.02f);
-	d->shared13 = (uint8_t *)layer_bf16(ctx, 2ul * INTER * HIDDEN, 22, 0.01f);
-	d->shared2 = (uint8_t *)layer_bf16(ctx, (size_t)INTER * HIDDEN, 23, 0.02f);
+	d->router =
+		(uint8_t *)layer_bf16(ctx, (size_t)COPIES * EXPERTS * HIDDEN, 21, 0.02f);
+	d->shared13 =
+		(uint8_t *)layer_bf16(ctx, 2ul * COPIES * inter * HIDDEN, 22, 0.01f);
+	d->shared2 =
+		(uint8_t *)layer_bf16(ctx, (size_t)COPIES * inter * HIDDEN, 23, 0.02f);
 	d->x = (uint16_t *)layer_bf16(ctx, (size_t)TOKENS_MAX * HIDDEN, 24, 1e-3f);
 	d->residual = (uint16_t *)layer_bf16(ctx, (size_t)SETS_MAX * TOKENS_MAX * HIDDEN,
 					     25, 1.0f);
 	d->normed = (uint16_t *)layer_bf16(ctx, (size_t)TOKENS_MAX * HIDDEN, 26, 1.0f);
 	d->y = (uint16_t *)layer_bf16(ctx, (size_t)TOKENS_MAX * HIDDEN, 27, 1.0f);
-	d->gu = (uint16_t *)layer_bf16(ctx, 2ul * TOKENS_MAX * INTER, 28, 1.0f);
-	d->act = (uint16_t *)layer_bf16(ctx, (size_t)TOKENS_MAX * INTER, 29, 1.0f);
+	d->gu = (uint16_t *)layer_bf16(ctx, 2ul * TOKENS_MAX * inter, 28, 1.0f);
+	d->act = (uint16_t *)layer_bf16(ctx, (size_t)TOKENS_MAX * inter, 29, 1.0f);
 	d->norm = (float *)layer_f32(ctx, HIDDEN, 30);
 	d->logits = (float *)layer_f32(ctx, (size_t)TOKENS_MAX * EXPERTS, 31);
 	d->weights = (float *)layer_f32(ctx, (size_t)TOKENS_MAX * TOP_K, 32);
@@ -209,6 +226,9 @@ static void layer_init(struct kvb_ctx *ctx, struct layer *d)
 	a.act_dtype = KVK_BF16;
 	d->ws_bytes = kvk_moe_workspace_cuda(&a);
 	KVB_CUDA(cudaMalloc(&d->ws, d->ws_bytes));
+	KVB_CUDA(cudaStreamCreateWithFlags(&d->side, cudaStreamNonBlocking));
+	KVB_CUDA(cudaEventCreateWithFlags(&d->forked, cudaEventDisableTiming));
+	KVB_CUDA(cudaEventCreateWithFlags(&d->joined, cudaEventDisableTiming));
 }
 
 static void layer_fini(struct layer *d)
@@ -220,19 +240,22 @@ static void layer_fini(struct layer *d)
 
 	for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
 		KVB_CUDA(cudaFree(all[i]));
+	KVB_CUDA(cudaEventDestroy(d->joined));
+	KVB_CUDA(cudaEventDestroy(d->forked));
+	KVB_CUDA(cudaStreamDestroy(d->side));
 }
 
-int kvb_layer_lines(struct kvb_ctx *ctx)
+static int layer_model(struct kvb_ctx *ctx, const char *name, uint32_t inter)
 {
 	static const uint32_t counts[] = {1, 2, 4, 8, 16, 32, 64, 128};
-	const double dense = 2.0 * HIDDEN * (EXPERTS + 3 * INTER);
+	const double dense = 2.0 * HIDDEN * (EXPERTS + 3 * inter);
 	struct layer d = {};
 	double expert;
 	int r = 0;
 
-	if (!kvb_selected(ctx, "layer k2 full", ""))
+	if (!kvb_selected(ctx, name, ""))
 		return 0;
-	layer_init(ctx, &d);
+	layer_init(ctx, &d, inter);
 	expert = (double)(kvk_moe_packed_bytes(&d.e, 0) + kvk_moe_packed_bytes(&d.e, 1));
 	for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]) && !r; c++) {
 		double distinct = 0;
@@ -240,10 +263,16 @@ int kvb_layer_lines(struct kvb_ctx *ctx)
 		d.nr_tokens = counts[c];
 		r = layer_distinct(ctx, &d, SETS_MAX, &distinct);
 		if (!r)
-			r = kvb_dense_line(ctx, call_layer, &d, "layer k2 full",
-					   counts[c], dense + distinct * expert, 0,
-					   SETS_MAX);
+			r = kvb_dense_line(ctx, call_layer, &d, name, counts[c],
+					   dense + distinct * expert, 0, SETS_MAX);
 	}
 	layer_fini(&d);
 	return r;
+}
+
+int kvb_layer_lines(struct kvb_ctx *ctx)
+{
+	int r = layer_model(ctx, "layer k2 full", 2048);
+
+	return r ? r : layer_model(ctx, "layer k2 tp8", 256);
 }
