@@ -30,6 +30,8 @@
 #define MID_HALF    (MID_ROWS * 128u) /* bytes of 64 columns of W */
 #define MID_CHAINS  8u		      /* of linear.cu: its warps */
 #define MID_TOKENS  64u
+#define MID_MORE    256u /* in runs of 64 */
+#define MID_SMS	    132u
 #define MID_ALONE   64u /* tiles of 64 rows from which a CTA takes one alone */
 #define MID_LINE    68u /* floats from token to token of a tile's sums: no bank twice */
 
@@ -336,15 +338,23 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 
 /* ------------------------------------------------------------------------------ launching */
 
+/* More tokens, where linear_tiled.cu's tiles of 128 rows by 64 tokens leave SMs without work. */
+static bool mid_more(const struct kvk_linear_args *a)
+{
+	return a->nr_tokens <= MID_MORE &&
+	       (a->w.rows + 127ull) / 128 * ((a->nr_tokens + 63) / 64) * a->nr_batch <
+		       MID_SMS;
+}
+
 bool kvk_linear_mid_ok(const struct kvk_linear_args *a)
 {
 	const u64 xs = kvk_linear_x_stride(a), xb = kvk_linear_x_batch(a);
 
 	return a->x_dtype == KVK_BF16 && a->w.dtype == KVK_BF16 && a->nr_tokens &&
-	       a->nr_tokens <= MID_TOKENS && a->w.cols % 8 == 0 && xs % 8 == 0 &&
-	       (a->nr_batch == 1 || xb % 8 == 0) && dev_aligned(a->x, 16) &&
-	       dev_aligned(a->w.data, 16) && a->w.rows && a->w.cols && a->nr_batch &&
-	       a->nr_batch <= 65535;
+	       (a->nr_tokens <= MID_TOKENS || mid_more(a)) && a->w.cols % 8 == 0 &&
+	       xs % 8 == 0 && (a->nr_batch == 1 || xb % 8 == 0) &&
+	       dev_aligned(a->x, 16) && dev_aligned(a->w.data, 16) && a->w.rows &&
+	       a->w.cols && a->nr_batch && a->nr_batch <= 65535;
 }
 
 /* [batch][rows][cols] in boxes of @box_rows x 64 columns; strides in elements */

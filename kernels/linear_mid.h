@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* linear_mid.h - linear on the GPU for up to 64 tokens: a decode step. */
+/* linear_mid.h - linear on the GPU for up to 64 tokens, for few rows up to 256: a decode step. */
 #ifndef KVK_LINEAR_MID_H
 #define KVK_LINEAR_MID_H
 
@@ -9,7 +9,8 @@
 extern "C" {
 #endif
 
-/* Is this shape built? x and W BF16, 1 to 64 tokens; 16-byte aligned rows. */
+/* Is this shape built, and better here? x and W BF16, 16-byte aligned rows; 1 to 64 tokens, up to
+ * 256 where tiles of 128 rows by 64 tokens would leave SMs without work. */
 bool kvk_linear_mid_ok(const struct kvk_linear_args *a);
 
 /**

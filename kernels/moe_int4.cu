@@ -213,7 +213,9 @@ static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layou
 	k.done2 = (uint32_t *)(counters + l->done2);
 	k.amax = (uint32_t *)(counters + l->amax);
 	k.h = ws + l->h;
-	k.out = (float *)(ws + l->out);
+	k.out = (uint16_t *)(ws + l->out);
+	k.out_scale =
+		(float *)(k.out + (size_t)a->nr_tokens * a->top_k * a->experts.hidden);
 	k.hidden = a->experts.hidden;
 	k.inter = a->experts.inter;
 	k.nr_tokens = a->nr_tokens;

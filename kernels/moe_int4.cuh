@@ -79,7 +79,8 @@ struct moe_i4 {
 	uint32_t *done2;      /* [w2.rblocks] SECOND units finished */
 	uint32_t *amax;	      /* [slot] bits of the largest |h|; MOE_H32 only */
 	uint8_t *h;	      /* [slot][inter / 128][MOE_H_BRICK] or f32 [slot][inter] */
-	float *out;	      /* [slot][hidden] */
+	uint16_t *out;	      /* [slot][hidden] f16, in the order of store_out() */
+	float *out_scale;     /* [slot][hidden / 32] */
 	uint32_t hidden;
 	uint32_t inter;
 	uint32_t nr_tokens;

@@ -8,19 +8,19 @@
 
 #include "moe_int4_feed.cuh"
 
-/* A nibble n = q + 8 becomes a 16-bit float by an and (x) or an and-or (h). The columns 2, 3, 6
- * and 7 of eight stay four bits higher in their half of the word, which saves half of the
- * shifts: their values are 16 n, and their tokens are divided by 16.
+/* A nibble n = q + 8 becomes a 16-bit float by an and-or. The columns 2, 3, 6 and 7 of eight stay
+ * four bits higher in their half of the word, which saves half of the shifts.
  *
- * x, bf16: the bits alone, a number below 256, are that number times 2^-133 - exact, since
- * exponent 1 continues where subnormal ones end. h, f16: 1024 + n and 1024 + 16 n.
+ * f16 (h): 1024 + n, and 1024 + 16 n times h / 16.
+ * bf16 (x): 2^-64 (128 + n). The higher nibble does not fit beside an exponent, but the bits alone,
+ * a number below 256, are that number times 2^-133 - exact, since exponent 1 continues where
+ * subnormal ones end; so 2^-129 n times 2^65 x. Exact weights are q / 64 both.
  *
  * What is too much is the same for every row of W, so it is cheaper taken off once for all rows:
  * by a product of the tokens with constants (up to eight tokens), or from each weight (more). */
-#define MOE_X_LOW   0x5f805f80u /* 2^64: x by it, so that sums are normal numbers */
-#define MOE_X_HIGH  0x5d805d80u /* 2^60 */
-#define MOE_X_BACK  0x1p69f	/* of such sums: 2^(133 - 64) */
-#define MOE_X_BACK2 64.0f	/* of sums of exact weights */
+#define MOE_X_HIGH  0x60006000u /* 2^65 */
+#define MOE_X_BACK  0x1p64f
+#define MOE_X_BACK2 64.0f
 
 template <enum moe_mode MODE, bool EXACT>
 __device__ __forceinline__ void dequant(uint32_t w, uint32_t (&p)[4])
@@ -29,18 +29,17 @@ __device__ __forceinline__ void dequant(uint32_t w, uint32_t (&p)[4])
 	for (int j = 0; j < 4; j++) {
 		const uint32_t mask = j % 2 ? 0x00f000f0u : 0x000f000fu;
 
-		if constexpr (MODE == MOE_X) {
-			p[j] = (w >> (j / 2 * 8)) & mask;
-			if (EXACT) /* times 2^127 or 2^123, - 2^-3: q / 64 */
-				p[j] = ptx_fma_bf16x2(p[j],
-						      j % 2 ? 0x7d007d00u : 0x7f007f00u,
-						      0xbe00be00u);
-		} else {
-			p[j] = ptx_and_or(w >> (j / 2 * 8), mask, 0x64006400u);
-			if (EXACT) /* - 1032, - 1152 */
-				p[j] = ptx_fma_f16x2(p[j], 0x3c003c00u,
-						     j % 2 ? 0xe480e480u : 0xe408e408u);
-		}
+		w = j == 2 ? w >> 8 : w;
+		if constexpr (MODE == MOE_X && EXACT) /* times 2^127 or 2^123, - 2^-3 */
+			p[j] = ptx_fma_bf16x2(w & mask, j % 2 ? 0x7d007d00u : 0x7f007f00u,
+					      0xbe00be00u);
+		else if constexpr (MODE == MOE_X)
+			p[j] = j % 2 ? w & mask : ptx_and_or(w, mask, 0x23002300u);
+		else
+			p[j] = ptx_and_or(w, mask, 0x64006400u);
+		if constexpr (MODE != MOE_X && EXACT) /* - 1032, - 1152 */
+			p[j] = ptx_fma_f16x2(p[j], 0x3c003c00u,
+					     j % 2 ? 0xe480e480u : 0xe408e408u);
 	}
 }
 
@@ -144,25 +143,30 @@ __device__ __forceinline__ uint32_t token_times(uint32_t b, uint32_t f)
 }
 
 /* struct few_lane - what a lane multiplies its tokens by, for the columns of each set: zero but for
- * its own set (by the FMA pipe, the one with room) */
+ * its own set and a token that is there (by the FMA pipe, the one with room). What is read where no
+ * token is stays in columns that nobody looks at. */
 template <int P> struct few_lane {
 	uint32_t low[P], high[P];
 	float inv; /* MOE_H32: of its token */
+	bool there;
 };
 
 template <int P, enum moe_mode MODE>
-__device__ __forceinline__ struct few_lane<P> few_lane_make(const float *inv) {
+__device__ __forceinline__ struct few_lane<P> few_lane_make(const float *inv,
+							    uint32_t n) {
+	constexpr uint32_t ONE = MODE == MOE_X ? 0x3f803f80u : 0x3c003c00u;
 	const uint32_t g = threadIdx.x % 32 / 4;
 	struct few_lane<P> f;
 
+	f.there = g % (8 / P) < n;
 #pragma unroll
 	for (uint32_t i = 0; i < P; i++) {
-		const bool mine = g / (8 / P) == i;
+		const bool mine = g / (8 / P) == i && f.there;
 
-		f.low[i] = !mine ? 0 : MODE == MOE_X ? MOE_X_LOW : 0x3c003c00u;
-		f.high[i] = !mine ? 0 : MODE == MOE_X ? MOE_X_HIGH : 0x3c003c00u;
+		f.low[i] = mine ? ONE : 0;
+		f.high[i] = !mine ? 0 : MODE == MOE_X ? MOE_X_HIGH : ONE;
 		/* or they would be made anew for each brick */
-		if (P > 1)
+		if (P > 1 || MODE == MOE_X)
 			asm volatile("" : "+r"(f.low[i]), "+r"(f.high[i]));
 		if (MODE != MOE_X)
 			f.high[i] = f.low[i];
@@ -175,12 +179,14 @@ __device__ __forceinline__ struct few_lane<P> few_lane_make(const float *inv) {
 template <int P, enum moe_mode MODE>
 __device__ __forceinline__ uint4 token_part(uint4 b, const struct few_lane<P> &f, int i)
 {
-	if (P == 1 && MODE != MOE_X)
-		return b;
-	b.x = token_times<MODE>(b.x, f.low[i]);
-	b.y = token_times<MODE>(b.y, f.high[i]);
-	b.z = token_times<MODE>(b.z, f.low[i]);
-	b.w = token_times<MODE>(b.w, f.high[i]);
+	if (P > 1) {
+		b.x = token_times<MODE>(b.x, f.low[i]);
+		b.z = token_times<MODE>(b.z, f.low[i]);
+	}
+	if (P > 1 || MODE == MOE_X) {
+		b.y = token_times<MODE>(b.y, f.high[i]);
+		b.w = token_times<MODE>(b.w, f.high[i]);
+	}
 	return b;
 }
 
@@ -191,9 +197,9 @@ __device__ __forceinline__ uint4 token_part(uint4 b, const struct few_lane<P> &f
  * them only. acc[m tile][0][fragment] is what the sets have; unit_end() adds them.
  */
 template <int P, int G, enum moe_mode MODE>
-__device__ __forceinline__ void
-brick_few(float (&acc)[2][1][4], uint32_t brick, uint32_t x, uint32_t xrow,
-	  const struct few_lane<P> &f, uint32_t n, uint32_t is_f16)
+__device__ __forceinline__ void brick_few(float (&acc)[2][1][4], uint32_t brick,
+					  uint32_t x, uint32_t xrow,
+					  const struct few_lane<P> &f, uint32_t is_f16)
 {
 	/* blocks of 32 columns in a group and in a sum; sums */
 	constexpr int GB = G / 32, SPAN = GB * P, SUMS = 4 / SPAN;
@@ -201,7 +207,7 @@ brick_few(float (&acc)[2][1][4], uint32_t brick, uint32_t x, uint32_t xrow,
 	constexpr bool EARLY = SPAN < 4;
 	constexpr uint32_t TOK = 8 / P;
 	constexpr uint32_t O0 =
-		MODE == MOE_X ? 0x80088008u : 0xe408e408u; /* - 8, - 1032 */
+		MODE == MOE_X ? 0xa308a308u : 0xe408e408u; /* - 136, - 1032 */
 	constexpr uint32_t O1 =
 		MODE == MOE_X ? 0x80808080u : 0xe480e480u; /* - 128, - 1152 */
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -216,7 +222,7 @@ brick_few(float (&acc)[2][1][4], uint32_t brick, uint32_t x, uint32_t xrow,
 	for (int i = 0; i < 4 / P; i++)
 		b[i] = load_tokens<MODE>(x + g % TOK * xrow,
 					 (i / GB * P + set) * GB + i % GB, t, f.inv,
-					 g % TOK < n);
+					 P > 1 || f.there);
 #pragma unroll
 	for (int i = 0; i < SUMS; i++)
 		group_scales(brick + KVK_BRICK_NIBBLES +

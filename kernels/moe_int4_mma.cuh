@@ -99,7 +99,7 @@ brick_any(float (&acc)[2][NT][4], uint32_t brick, uint32_t x, uint32_t xrow,
 	  const struct few_lane<P> &f, uint32_t n, uint32_t is_f16)
 {
 	if constexpr (NT == 1)
-		brick_few<P, G, MODE>(acc, brick, x, xrow, f, n, is_f16);
+		brick_few<P, G, MODE>(acc, brick, x, xrow, f, is_f16);
 	else
 		brick_mma<NT, G, MODE>(acc, brick, x, xrow, n, is_f16);
 }
@@ -107,12 +107,12 @@ brick_any(float (&acc)[2][NT][4], uint32_t brick, uint32_t x, uint32_t xrow,
 /* Before a unit's first brick. */
 template <int NT, int P, enum moe_mode MODE>
 __device__ __forceinline__ struct few_lane<P> unit_begin(float (&acc)[2][NT][4],
-							 const float *inv)
+							 const float *inv, uint32_t n)
 {
 #pragma unroll
 	for (int i = 0; i < 8 * NT; i++)
 		acc[i / (4 * NT)][i / 4 % NT][i % 4] = 0.0f;
-	return few_lane_make<P, MODE>(inv);
+	return few_lane_make<P, MODE>(inv, n);
 }
 
 /* After its last one: a token's sums come together in the lanes where they belong. */
@@ -145,7 +145,7 @@ unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
 	const uint32_t group = threadIdx.x / 32 / MOE_GROUP, wk = warp % WK;
 	const bool mine = rb * WM + warp / WK < m.mtiles && !a.loads_only;
-	const struct few_lane<P> f = unit_begin<NT, P, MODE>(acc, inv);
+	const struct few_lane<P> f = unit_begin<NT, P, MODE>(acc, inv, n);
 
 	for (uint32_t c = 0; c < m.kbricks; c += XC) {
 		const uint32_t nr = (min(XC, m.kbricks - c) + WK - 1) / WK;
@@ -189,7 +189,7 @@ __device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
 {
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
 	const uint32_t group = threadIdx.x / 32 / MOE_GROUP;
-	const struct few_lane<P> f = unit_begin<NT, P, MODE>(acc, inv);
+	const struct few_lane<P> f = unit_begin<NT, P, MODE>(acc, inv, n);
 	uint32_t x = rx.base + rx.stage * S::CHUNK;
 	struct moe_ring s = r;
 

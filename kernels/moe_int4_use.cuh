@@ -100,31 +100,43 @@ __device__ __forceinline__ void store_h32(const struct moe_i4 &a,
 	}
 }
 
-/* out[slot][row] */
+/* Results of a slot: f16 with a power of two per 32 rows, half the bytes of f32 there and back.
+ * Lane g's rows g, g + 8, g + 16, g + 24 of a tile are neighbours. */
 template <int NT, enum moe_mode MODE>
 __device__ __forceinline__ void
 store_out(const struct moe_i4 &a, const float (&acc)[2][NT][4], uint32_t rb, uint32_t n,
 	  const uint32_t *slot, const float *inv)
 {
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-	const uint32_t row = (rb * MOE_GROUP + threadIdx.x / 32 % MOE_GROUP) * 32 + g;
+	const uint32_t mtile = rb * MOE_GROUP + threadIdx.x / 32 % MOE_GROUP;
 
-	if (row >= a.hidden)
+	if (mtile >= a.w2.mtiles)
 		return;
 #pragma unroll
 	for (int i = 0; i < 2 * NT; i++) {
 		const int nt = i / 2, c = i % 2;
-		uint32_t token = nt * 8 + 2 * t + c;
+		const uint32_t token = nt * 8 + 2 * t + c;
+		const float v[4] = {acc[0][nt][c], acc[0][nt][c + 2], acc[1][nt][c],
+				    acc[1][nt][c + 2]};
+		float back = 1.0f, scale;
+		uint32_t top = 0;
 
+		if (nt * 8u + c >= n) /* nobody's token */
+			break;
+#pragma unroll
+		for (int j = 0; j < 4; j++)
+			top = max(top, __float_as_uint(v[j]) & 0x7fffffffu);
+		scale = h_scale(octet_max(top));
 		if (token >= n)
 			continue;
-		float *o = a.out + (uint64_t)slot[token] * a.hidden + row;
-		float back = MODE == MOE_H32 ? h_back(inv[token]) : 1.0f;
-
-		o[0] = acc[0][nt][c] * back;
-		o[8] = acc[0][nt][c + 2] * back;
-		o[16] = acc[1][nt][c] * back;
-		o[24] = acc[1][nt][c + 2] * back;
+		if (MODE == MOE_H32)
+			back = h_back(inv[token]);
+		*(uint2 *)(a.out + (uint64_t)slot[token] * a.hidden + mtile * 32 +
+			   g * 4) = make_uint2(ptx_f16x2(v[0] * scale, v[1] * scale),
+					       ptx_f16x2(v[2] * scale, v[3] * scale));
+		if (g == 0)
+			a.out_scale[(uint64_t)slot[token] * a.w2.mtiles + mtile] =
+				h_back(scale) * back;
 	}
 }
 
@@ -176,33 +188,46 @@ __device__ __forceinline__ float sum_weight(const struct moe_i4 &a, uint32_t tok
 	return a.ids[slot] < a.nr_experts ? a.weights[slot] : NAN;
 }
 
-/* y of four rows: slots in order. @weight: sum_weight() */
-__device__ __forceinline__ void sum_four(const struct moe_i4 &a, uint32_t tok,
-					 uint32_t row, float weight)
+/* y of eight rows of tile @mtile, those of lanes 2 @j and 2 @j + 1 in store_out(): slots in
+ * order. @weight: sum_weight() */
+__device__ __forceinline__ void sum_eight(const struct moe_i4 &a, uint32_t tok,
+					  uint32_t mtile, uint32_t j, float weight)
 {
-	const float *out = a.out + (uint64_t)tok * a.top_k * a.hidden + row;
-	float s[4] = {};
-	uint2 *y = (uint2 *)(a.y + (uint64_t)tok * a.hidden + row);
+	const bool there = mtile < a.w2.mtiles; /* may be half of a warp's */
+	const uint64_t slot = (uint64_t)tok * a.top_k;
+	const uint16_t *out = a.out + slot * a.hidden + mtile * 32 + j * 8;
+	const float *scale = a.out_scale + slot * a.w2.mtiles + mtile;
+	uint32_t *y = (uint32_t *)(a.y + (uint64_t)tok * a.hidden + mtile * 32 + j * 2);
+	float s[8] = {};
+
+	if (!there) {
+		out = a.out;
+		scale = a.out_scale;
+	}
 
 #pragma unroll 8
-	for (uint32_t j = 0; j < a.top_k; j++) {
-		float4 o = __ldcg((const float4 *)(out + (uint64_t)j * a.hidden));
-		float w = __shfl_sync(~0u, weight, j);
+	for (uint32_t k = 0; k < a.top_k; k++) {
+		const uint4 o = __ldcg((const uint4 *)(out + (uint64_t)k * a.hidden));
+		const float w = __shfl_sync(~0u, weight, k) *
+				__ldcg(scale + (uint64_t)k * a.w2.mtiles);
+		const uint32_t v[4] = {o.x, o.y, o.z, o.w};
 
-		s[0] += w * o.x;
-		s[1] += w * o.y;
-		s[2] += w * o.z;
-		s[3] += w * o.w;
+#pragma unroll
+		for (int i = 0; i < 4; i++) {
+			s[2 * i] += w * ptx_f16_f32(v[i] & 0xffffu);
+			s[2 * i + 1] += w * ptx_f16_f32(v[i] >> 16);
+		}
 	}
-	if (a.accumulate) {
-		uint2 old = *y;
+#pragma unroll
+	for (int i = 0; i < 4 && there; i++) {
+		float lo = s[i], hi = s[i + 4];
 
-		s[0] += __uint_as_float(old.x << 16);
-		s[1] += __uint_as_float(old.x & 0xffff0000u);
-		s[2] += __uint_as_float(old.y << 16);
-		s[3] += __uint_as_float(old.y & 0xffff0000u);
+		if (a.accumulate) {
+			lo += __uint_as_float(y[i * 4] << 16);
+			hi += __uint_as_float(y[i * 4] & 0xffff0000u);
+		}
+		y[i * 4] = ptx_bf16x2(lo, hi);
 	}
-	*y = make_uint2(ptx_bf16x2(s[0], s[1]), ptx_bf16x2(s[2], s[3]));
 }
 
 /* y of a few tokens in a row block. */
@@ -212,19 +237,18 @@ __device__ __forceinline__ void unit_sum(const struct moe_i4 &a, const struct mo
 	const uint32_t group = threadIdx.x / 256, rows = 256u * a.w2.rsub;
 	const uint32_t first = u.tile * a.sum_toks;
 	const uint32_t n = min(a.sum_toks, a.nr_tokens - first);
-	/* a warp's 128 rows are of one token; its weights are asked for ahead */
-	float weight = sum_weight(a, first + threadIdx.x / (rows / 4));
+	/* a warp's 256 rows are of one token; its weights are asked for ahead */
+	float weight = sum_weight(a, first + threadIdx.x / (rows / 8));
 
 	if (threadIdx.x % 256 == 0)
 		while (ptx_ld_acquire(&a.done2[u.rb]) < nr_tiles)
 			;
 	ptx_bar_sync(group ? 4 : 1, MOE_GROUP * 32);
-	for (uint32_t i = threadIdx.x; i < n * rows / 4; i += MOE_CONSUMERS * 32) {
-		const uint32_t row = u.rb * rows + i % (rows / 4) * 4;
+	for (uint32_t i = threadIdx.x; i < n * rows / 8; i += MOE_CONSUMERS * 32) {
+		const uint32_t at = i % (rows / 8), mtile = u.rb * rows / 32 + at / 4;
 
-		if (row < a.hidden)
-			sum_four(a, first + i / (rows / 4), row, weight);
-		weight = sum_weight(a, first + (i + MOE_CONSUMERS * 32) / (rows / 4));
+		sum_eight(a, first + i / (rows / 8), mtile, at % 4, weight);
+		weight = sum_weight(a, first + (i + MOE_CONSUMERS * 32) / (rows / 8));
 	}
 }
 

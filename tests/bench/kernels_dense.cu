@@ -59,7 +59,7 @@ static int linear_lines(struct kvb_ctx *ctx)
 		 {"linear 7168x2048", 7168, 2048},
 		 {"linear 2112x7168", 2112, 7168},
 		 {"linear 1536x7168", 1536, 7168}};
-	static const uint32_t counts[] = {1, 4, 8, 16, 32, 64};
+	static const uint32_t counts[] = {1, 4, 8, 16, 32, 64, 128};
 	int r = 0;
 
 	for (size_t i = 0; i < sizeof(m) / sizeof(m[0]); i++) {
@@ -73,10 +73,10 @@ static int linear_lines(struct kvb_ctx *ctx)
 		nr_sets = kvb_calls((double)d.w_bytes);
 		nr_sets = d.w_bytes > KVB_ROTATE ? 1 : nr_sets;
 		KVB_CUDA(cudaMalloc(&w, d.w_bytes * nr_sets));
-		KVB_CUDA(cudaMalloc(&x, 64ul * m[i].cols * 2));
-		KVB_CUDA(cudaMalloc(&y, 64ul * m[i].rows * 4));
+		KVB_CUDA(cudaMalloc(&x, 128ul * m[i].cols * 2));
+		KVB_CUDA(cudaMalloc(&y, 128ul * m[i].rows * 4));
 		kvb_fill_bf16(ctx, w, d.w_bytes / 2 * nr_sets, 5, 0.02f);
-		kvb_fill_bf16(ctx, x, 64ul * m[i].cols, 6, 1.0f);
+		kvb_fill_bf16(ctx, x, 128ul * m[i].cols, 6, 1.0f);
 		d.w = (const uint8_t *)w;
 		d.linear.w.dtype = KVK_BF16;
 		d.linear.w.rows = m[i].rows;
@@ -86,7 +86,7 @@ static int linear_lines(struct kvb_ctx *ctx)
 		d.linear.x_dtype = KVK_BF16;
 		d.linear.y_dtype = KVK_F32;
 		d.linear.nr_batch = 1;
-		for (uint32_t c = 0; c < 6 && !r; c++) {
+		for (uint32_t c = 0; c < 7 && !r; c++) {
 			d.linear.nr_tokens = counts[c];
 			r = kvb_dense_line(ctx, call_linear, &d, m[i].name, counts[c],
 					   (double)d.w_bytes,

@@ -89,7 +89,8 @@ static const struct shape shapes[] = {
 	{6272, 256, 64, 1, false, true, false},	 {6208, 1032, 8, 1, true, true, false},
 	{512, 128, 13, 13, false, true, false},	 {6150, 784, 31, 1, true, true, true},
 	{576, 7168, 16, 1, false, false, false}, {192, 7168, 7, 1, false, true, false},
-	{576, 7168, 33, 1, true, true, false},
+	{576, 7168, 33, 1, true, true, false},	 {384, 7168, 128, 1, false, false, false},
+	{512, 7168, 193, 1, true, true, false},	 {4224, 520, 130, 1, false, true, true},
 };
 
 static void linear_all(u32 dtype)

@@ -384,6 +384,8 @@ KVT_TEST(hopper_linear_mid_has_the_bits_of_tiles)
 	mid_once(33, 40, 136, 1);
 	mid_once(40, 72, 120, 3);
 	mid_once(64, 64 * 11, 1160, 1);
+	mid_once(130, 100, 1160, 1);
+	mid_once(70, 64 * 65, 136, 1);
 	mid_once(37, 64 * 67 - 5, 200, 1);
 	mid_once(5, 70, 1160, 1);
 	mid_once(11, 100, 264, 2);
