@@ -149,7 +149,8 @@ unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n
 
 	for (uint32_t c = 0; c < m.kbricks; c += XC) {
 		const uint32_t nr = (min(XC, m.kbricks - c) + WK - 1) / WK;
-		uint32_t i = r.stage % 2 != group, k = c + i * WK + wk;
+		const uint32_t i = r.stage % 2 != group;
+		uint32_t k = c + i * WK + wk;
 		uint32_t x = rx.base + rx.stage * S::CHUNK + (i * WK + wk) * STEP;
 		struct moe_ring s = r;
 
@@ -158,9 +159,9 @@ unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n
 		ring_skip<S::STAGES>(r, nr);
 		ptx_mbar_wait(rx.full + 8 * rx.stage, rx.phase);
 #pragma unroll 1
-		for (; i < nr; i += 2, k += 2 * WK, x += 2 * WK * STEP) {
+		for (int left = (int)(nr - i); left > 0; left -= 2) {
 			ptx_mbar_wait(s.full + 8 * s.stage, s.phase);
-			if (mine && k < m.kbricks)
+			if (mine && (WK == 1 || k < m.kbricks))
 				brick_any<NT, P, G, MODE>(acc,
 							  s.base + s.stage * S::STAGE +
 								  warp * S::BRICK,
@@ -169,6 +170,8 @@ unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n
 			if (lane == 0)
 				ptx_mbar_arrive(s.empty + 8 * s.stage);
 			ring_skip<S::STAGES>(s, 2);
+			k += 2 * WK;
+			x += 2 * WK * STEP;
 		}
 		if (keep) /* one chunk, and the next part of the row block needs it too */
 			continue;
@@ -193,13 +196,16 @@ __device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
 	uint32_t x = rx.base + rx.stage * S::CHUNK;
 	struct moe_ring s = r;
 
-	rb += r.stage % 2 != group;
-	ring_skip<S::STAGES>(s, r.stage % 2 != group);
+	const bool second = r.stage % 2 != group;
+	const bool mine = (rb + second) * MOE_GROUP + warp < a.w2.mtiles && !a.loads_only;
+
+	ring_skip<S::STAGES>(s, second);
+	ring_skip<S::STAGES>(r, 2 * a.w2.kbricks); /* of one chunk, so of one turn */
 	ptx_mbar_wait(rx.full + 8 * rx.stage, rx.phase);
 #pragma unroll 1
-	for (uint32_t k = 0; k < a.w2.kbricks; k++, x += S::H_STEP) {
+	for (uint32_t k = a.w2.kbricks; k; k--, x += S::H_STEP) {
 		ptx_mbar_wait(s.full + 8 * s.stage, s.phase);
-		if (rb * MOE_GROUP + warp < a.w2.mtiles && !a.loads_only)
+		if (mine)
 			brick_any<NT, P, G, MODE>(
 				acc, s.base + s.stage * S::STAGE + warp * S::BRICK, x,
 				S::XROW2, f, n, a.scale_f16);
@@ -207,7 +213,6 @@ __device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
 		if (lane == 0)
 			ptx_mbar_arrive(s.empty + 8 * s.stage);
 		ring_skip<S::STAGES>(s, 2);
-		ring_skip<S::STAGES>(r, 2);
 	}
 	if (!keep) {
 		__syncwarp();
@@ -216,7 +221,7 @@ __device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
 		ring_next<S::CHUNKS>(rx);
 	}
 	unit_end<NT, P, MODE>(acc);
-	return rb;
+	return rb + second;
 }
 
 /* Fragment i of warp @w in the exchange buffer. */
