@@ -12,22 +12,12 @@
  * their places are known. Shapes that plane_fast.cuh does not build take a warp per token and
  * plane, of any size.
  */
-#include "kernels/attn_cuda.h"
-#include "kernels/plane_fast.cuh"
+#include "kernels/append.cuh"
 
 #define APPEND_WARPS  4u
 #define MLA_TOKENS    4u /* of a CTA: a warp for each one's latent, one for all ropes */
 #define MLA_MANY_FROM 4096u /* tokens from which a warp takes several */
 #define GQA_MANY_FROM 1024u
-
-struct append_params {
-	struct kvk_append_args a;
-	u32 nr_planes;
-	u32 q_len; /* tokens that a request probably has */
-	u32 vec_src;
-	u32 vec_dst;
-	u32 off;
-};
 
 /* Load the values of plane @plane of token @t. */
 KVK_DEV void append_read(const struct append_params &p, u32 plane, u32 t, u32 dim,
@@ -98,105 +88,6 @@ __global__ void __launch_bounds__(32 * APPEND_WARPS)
 
 /* ------------------------------------------------------------------ planes models have
  */
-
-/* What is known of a token's request before its row. */
-struct append_request {
-	u32 q_first, q_end; /* tokens */
-	u32 first, end;	    /* rows */
-	u32 length;
-	struct kv_verdict verdict;
-};
-
-KVK_DEV void request_read(const struct kvk_batch &b, u32 r, struct append_request *q)
-{
-	q->q_first = b.q_start[r];
-	q->q_end = b.q_start[r + 1];
-	q->first = b.row_start[r];
-	q->end = b.row_start[r + 1];
-	q->length = b.lengths[r];
-	q->verdict = b.verdicts[r];
-}
-
-/* The last request that begins at or before token @t. */
-KVK_DEV u32 request_search(const struct kvk_batch &b, u32 t)
-{
-	u32 lo = 0, hi = b.nr_requests;
-
-	while (hi - lo > 1) {
-		u32 mid = (lo + hi) / 2;
-
-		if (b.q_start[mid] <= t)
-			lo = mid;
-		else
-			hi = mid;
-	}
-	return lo;
-}
-
-/* Where a token goes, as far as it is known before its row has come. */
-struct append_place {
-	struct kv_row row;
-	u32 slot;
-	bool ok;
-};
-
-/* As append_slot(), for each lane's token by itself. */
-KVK_DEV void place_find(const struct append_params &p, u32 t, struct append_place *ret)
-{
-	const struct kvk_batch &b = p.a.batch;
-	const u32 guess = t / p.q_len;
-	const u64 step = *b.step;
-	struct append_request q;
-	s64 pos;
-
-	ret->ok = false;
-	if (t >= b.nr_tokens)
-		return;
-	request_read(b, guess < b.nr_requests ? guess : b.nr_requests - 1, &q);
-	if (t < q.q_first || t >= q.q_end) {
-		request_read(b, request_search(b, t), &q);
-		if (t < q.q_first || t >= q.q_end)
-			return;
-	}
-	pos = (s64)q.length - q.q_end + t;
-	ret->ok = q.end >= q.first && pos >= 0 &&
-		  q.length <= (u64)(q.end - q.first) * KV_PAGE_TOKENS &&
-		  (kv_verdict_ok(q.verdict, step, q.end - q.first) ||
-		   (p.off & DEV_NO_VERDICT));
-	ret->slot = (u32)(pos % KV_PAGE_TOKENS);
-	if (ret->ok)
-		ret->row = b.rows[q.first + pos / KV_PAGE_TOKENS];
-}
-
-/* The layer's part of the page; NULL: nowhere. */
-KVK_DEV u8 *place_part(const struct append_params &p, const struct append_place &at)
-{
-	u8 *page;
-
-	if (!at.ok || (!(at.row.flags & KV_ROW_WRITE) && !(p.off & DEV_NO_WRITE_FLAG)))
-		return NULL;
-	page = dev_page(p.a.pages, at.row, p.off);
-	return page ? page + (u64)p.a.layer * kv_layer_stride(&p.a.pages.layout) : NULL;
-}
-
-/* BF16 values of a plane of token @t. */
-KVK_DEV const u8 *append_src(const struct append_params &p, u32 t, u32 plane, u32 dim)
-{
-	size_t at = (size_t)t * dim;
-	const void *src = plane ? p.a.rope : p.a.latent;
-
-	if (p.a.pages.layout.kind != KV_LAYOUT_MLA) {
-		at = ((size_t)t * (p.nr_planes / 2) + plane / 2) * dim;
-		src = plane % 2 ? p.a.v : p.a.k;
-	}
-	return (const u8 *)src + at * 2;
-}
-
-KVK_DEV void append_nan(const struct append_params &p, u32 nr)
-{
-	if (nr && p.a.nan_count)
-		atomicAdd((unsigned long long *)p.a.nan_count, (unsigned long long)nr);
-}
 
 /* Plane @plane of token @t, by LANES lanes. Codes are made while the row is on its way. */
 template <u32 LANES, u32 CHUNKS, bool E4M3, bool TOKEN>
@@ -345,10 +236,8 @@ static void append_fast_launch(const struct append_params &p, u32 shape,
 static bool append_fast(const struct append_params &p, kvk_stream stream)
 {
 	const struct kv_layout *l = &p.a.pages.layout;
-	u32 shape = fast_shape_of(l);
+	const u32 shape = append_shape(&p);
 
-	if (!p.vec_dst || !p.vec_src || p.a.src_dtype != KVK_BF16)
-		shape = FAST_NONE;
 	if (shape == FAST_NONE)
 		return false;
 	if (l->dtype != KV_DTYPE_E4M3)
@@ -360,38 +249,15 @@ static bool append_fast(const struct append_params &p, kvk_stream stream)
 	return true;
 }
 
-static int append_check(const struct kvk_append_args *a)
-{
-	const struct kv_layout *l = &a->pages.layout;
-
-	if (dev_batch_check(&a->batch, true) || kvk_pages_check(&a->pages))
-		return -EINVAL;
-	if (a->layer >= l->nr_layers || !plane_dims_ok(l) ||
-	    (a->src_dtype != KVK_F32 && a->src_dtype != KVK_BF16))
-		return -EINVAL;
-	if (l->kind == KV_LAYOUT_MLA)
-		return a->latent && a->rope ? 0 : -EINVAL;
-	return a->k && a->v ? 0 : -EINVAL;
-}
-
 int kvk_append_cuda(const struct kvk_append_args *a, kvk_stream stream)
 {
-	struct append_params p = {};
+	struct append_params p;
 	u32 warps;
 	int r = append_check(a);
 
 	if (r || !a->batch.nr_tokens)
 		return r;
-	p.a = *a;
-	p.nr_planes = dev_nr_planes(&a->pages.layout);
-	p.vec_dst = plane_dims_vec(&a->pages.layout) && dev_pages_aligned(&a->pages);
-	p.vec_src = plane_dims_vec(&a->pages.layout) && dev_aligned(a->latent, 16) &&
-		    dev_aligned(a->rope, 16) && dev_aligned(a->k, 16) &&
-		    dev_aligned(a->v, 16);
-	p.off = (DEV_MUTANT(no_verdict) ? DEV_NO_VERDICT : 0) |
-		(DEV_MUTANT(row_range) ? DEV_NO_ROW_RANGE : 0) |
-		(DEV_MUTANT(append_no_write_flag) ? DEV_NO_WRITE_FLAG : 0);
-	p.q_len = KV_MAX(a->batch.q_len_max, 1u);
+	p = append_params_make(a);
 	if (append_fast(p, stream))
 		return dev_launched();
 	warps = KV_MIN(p.nr_planes, APPEND_WARPS);

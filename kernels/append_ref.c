@@ -51,7 +51,7 @@ static u32 append_token(const struct kvk_append_args *a, u32 r, u32 t)
 	return nr_nan;
 }
 
-static int append_check(const struct kvk_append_args *a)
+int kvk_append_check(const struct kvk_append_args *a)
 {
 	const struct kv_layout *l = &a->pages.layout;
 
@@ -71,7 +71,7 @@ int kvk_append_ref(const struct kvk_append_args *a, kvk_stream stream)
 {
 	const struct kvk_batch *b = &a->batch;
 	u64 nr_nan = 0;
-	int r = append_check(a);
+	int r = kvk_append_check(a);
 
 	if (r)
 		return r;

@@ -21,6 +21,8 @@ extern "C" {
 
 int kvk_tag_check_cuda(const struct kvk_tag_check_args *a, kvk_stream stream);
 int kvk_append_cuda(const struct kvk_append_args *a, kvk_stream stream);
+int kvk_norm_rope_append_cuda(const struct kvk_norm_rope_append_args *a,
+			      kvk_stream stream);
 int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream);
 int kvk_attn_gqa_cuda(const struct kvk_attn_args *a, kvk_stream stream);
 int kvk_attn_prefill_cuda(const struct kvk_attn_args *a, kvk_stream stream);

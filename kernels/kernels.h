@@ -389,6 +389,26 @@ static inline bool kvk_rope_places_ok(const struct kvk_rope_args *a)
 		kvk_rope_place_ok(a, a->y_head_stride, a->y_token_stride, a->y_offset));
 }
 
+/**
+ * struct kvk_norm_rope_append_args - query and key of a step from their projections to where
+ *	attention reads them
+ * @q_norm, @k_norm: weight NULL: this model has none
+ * @q_rope, @k_rope: over what the norms wrote
+ * @append: of what k_norm and k_rope wrote
+ *
+ * The five calls one after the other, bit by bit, in one kernel for the shapes models have. So
+ * what k_norm and k_rope write is room: it may hold anything afterwards but with the host table,
+ * which leaves what the calls leave. Failed requests: their pages are not touched (append), their
+ * queries are as those of others.
+ */
+struct kvk_norm_rope_append_args {
+	struct kvk_norm_args q_norm;
+	struct kvk_norm_args k_norm;
+	struct kvk_rope_args q_rope;
+	struct kvk_rope_args k_rope;
+	struct kvk_append_args append;
+};
+
 /** struct kvk_silu_args - y[i][j] = silu(gate[i][j]) * up[i][j]; gate and up lie side by side:
  * gu [nr_tokens][2][inter] */
 struct kvk_silu_args {
@@ -476,6 +496,8 @@ struct kvk_ops {
 	int (*linear)(const struct kvk_linear_args *a, kvk_stream stream);
 	int (*norm)(const struct kvk_norm_args *a, kvk_stream stream);
 	int (*rope)(const struct kvk_rope_args *a, kvk_stream stream);
+	int (*norm_rope_append)(const struct kvk_norm_rope_append_args *a,
+				kvk_stream stream);
 	int (*silu)(const struct kvk_silu_args *a, kvk_stream stream);
 	int (*sample)(const struct kvk_sample_args *a, kvk_stream stream);
 	int (*page_move)(const struct kvk_move_args *a, kvk_stream stream);

@@ -7,10 +7,16 @@
 #include "dev.cuh"
 #include "fp8.h"
 #include "moe_cuda.h"
-#include "moe_ptx.cuh"
+#include "norm_rope.cuh"
 
 #define NORM_THREADS	512u
 #define NORM_PER_THREAD 64u /* values; 32768 columns */
+
+struct norm_params {
+	struct kvk_norm_args a;
+	uint64_t x_stride;
+	uint64_t y_stride;
+};
 
 __device__ __forceinline__ float act_get(uint32_t dtype, const void *p, uint64_t i)
 {
@@ -50,13 +56,14 @@ __device__ __forceinline__ float block_sum(float v)
 /* One row per CTA; N values of it per thread, in registers. */
 template <uint32_t N>
 __global__ void __launch_bounds__(NORM_THREADS)
-	norm_kernel(const struct kvk_norm_args a, uint64_t x_stride, uint64_t y_stride)
+	norm_kernel(const __grid_constant__ struct norm_params p)
 {
+	const struct kvk_norm_args &a = p.a;
 	const uint64_t row = blockIdx.x;
 	float v[N], w[N], sum = 0.0f, inv;
 
-	ptx_grid_launch();
-	ptx_grid_wait();
+	dev_grid_launch();
+	dev_grid_wait();
 	/* loads of their own loop: behind a store each would wait for the one before */
 #pragma unroll
 	for (uint32_t j = 0; j < N; j++) {
@@ -65,7 +72,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
 		v[j] = w[j] = 0.0f;
 		if (c >= a.cols)
 			continue;
-		v[j] = act_get(a.act_dtype, a.x, row * x_stride + c);
+		v[j] = act_get(a.act_dtype, a.x, row * p.x_stride + c);
 		if (a.residual)
 			v[j] += act_get(a.act_dtype, a.residual, row * a.cols + c);
 		if (N <= 16)
@@ -86,7 +93,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
 		uint32_t c = threadIdx.x + j * NORM_THREADS;
 
 		if (c < a.cols)
-			act_put(a.act_dtype, a.y, row * y_stride + c,
+			act_put(a.act_dtype, a.y, row * p.y_stride + c,
 				v[j] * inv * (N <= 16 ? w[j] : a.weight[c]));
 	}
 }
@@ -97,16 +104,16 @@ __global__ void __launch_bounds__(NORM_THREADS)
  */
 template <uint32_t N>
 __global__ void __launch_bounds__(1024)
-	norm_bf16_kernel(const struct kvk_norm_args a, uint64_t x_stride,
-			 uint64_t y_stride)
+	norm_bf16_kernel(const __grid_constant__ struct norm_params p)
 {
+	const struct kvk_norm_args &a = p.a;
 	const uint64_t row = blockIdx.x;
 	const uint32_t groups = a.cols / 8, warps = blockDim.x / 32;
 	__shared__ float part[32];
 	float v[N][8], w[N][8], sum = 0.0f, inv;
 	uint4 x[N], r[N];
 
-	ptx_grid_launch();
+	dev_grid_launch();
 #pragma unroll
 	for (uint32_t j = 0; j < N; j++) {
 		const uint32_t c = threadIdx.x + j * blockDim.x;
@@ -115,7 +122,7 @@ __global__ void __launch_bounds__(1024)
 		*(float4 *)&w[j][0] = from[0];
 		*(float4 *)&w[j][4] = from[1];
 	}
-	ptx_grid_wait();
+	dev_grid_wait();
 #pragma unroll
 	for (uint32_t j = 0; j < N; j++) {
 		const uint32_t c = threadIdx.x + j * blockDim.x;
@@ -124,7 +131,7 @@ __global__ void __launch_bounds__(1024)
 		x[j] = r[j] = make_uint4(0, 0, 0, 0);
 		if (in)
 			x[j] = ((const uint4 *)((const uint16_t *)a.x +
-						row * x_stride))[c];
+						row * p.x_stride))[c];
 		if (in && a.residual)
 			r[j] = ((const uint4 *)((const uint16_t *)a.residual +
 						row * a.cols))[c];
@@ -153,7 +160,7 @@ __global__ void __launch_bounds__(1024)
 			}
 			v[j][2 * i] = lo;
 			v[j][2 * i + 1] = hi;
-			sum += lo * lo + hi * hi;
+			sum = norm_add(sum, lo, hi);
 		}
 		if (a.residual && c < groups)
 			((uint4 *)((uint16_t *)a.residual + row * a.cols))[c] =
@@ -168,7 +175,7 @@ __global__ void __launch_bounds__(1024)
 	sum = threadIdx.x % 32 < warps ? part[threadIdx.x % 32] : 0.0f;
 	for (int i = 16; i; i /= 2)
 		sum += __shfl_xor_sync(~0u, sum, i);
-	inv = 1.0f / sqrtf(sum / (float)a.cols + a.eps);
+	inv = norm_inverse(sum, a.cols, a.eps);
 #pragma unroll
 	for (uint32_t j = 0; j < N; j++) {
 		const uint32_t c = threadIdx.x + j * blockDim.x;
@@ -181,28 +188,26 @@ __global__ void __launch_bounds__(1024)
 							   w[j][2 * i + 1])
 					 << 16;
 		if (c < groups)
-			((uint4 *)((uint16_t *)a.y + row * y_stride))[c] =
+			((uint4 *)((uint16_t *)a.y + row * p.y_stride))[c] =
 				make_uint4(out[0], out[1], out[2], out[3]);
 	}
 }
 
 /* true: launched. */
-static bool norm_bf16(const struct kvk_norm_args *a, uint64_t xs, uint64_t ys,
-		      kvk_stream stream)
+static bool norm_bf16(const struct norm_params &p, kvk_stream stream)
 {
+	const struct kvk_norm_args *a = &p.a;
 	const uint32_t groups = a->cols / 8, per = (groups + 1023) / 1024;
 	const uint32_t threads = ((groups + per - 1) / per + 31) / 32 * 32;
 
-	if (a->act_dtype != KVK_BF16 || a->cols % 8 || xs % 8 || ys % 8 || per > 2 ||
-	    !dev_aligned(a->x, 16) || !dev_aligned(a->residual, 16) ||
+	if (a->act_dtype != KVK_BF16 || a->cols % 8 || p.x_stride % 8 || p.y_stride % 8 ||
+	    per > 2 || !dev_aligned(a->x, 16) || !dev_aligned(a->residual, 16) ||
 	    !dev_aligned(a->y, 16) || !dev_aligned(a->weight, 16))
 		return false;
 	if (per == 1)
-		DEV_LAUNCH_EARLY(norm_bf16_kernel<1>, a->nr_rows, threads, stream, *a, xs,
-				 ys);
+		DEV_LAUNCH_EARLY(norm_bf16_kernel<1>, a->nr_rows, threads, stream, p);
 	else
-		DEV_LAUNCH_EARLY(norm_bf16_kernel<2>, a->nr_rows, threads, stream, *a, xs,
-				 ys);
+		DEV_LAUNCH_EARLY(norm_bf16_kernel<2>, a->nr_rows, threads, stream, p);
 	return true;
 }
 
@@ -215,7 +220,7 @@ int kvk_norm_cuda(const struct kvk_norm_args *a, kvk_stream stream)
 {
 	const uint64_t xs = a->x_stride ? a->x_stride : a->cols;
 	const uint64_t ys = a->y_stride ? a->y_stride : a->cols;
-	cudaStream_t s = (cudaStream_t)stream;
+	struct norm_params p = {*a, xs, ys};
 
 	if (!a->x || !a->y || !a->weight || !a->cols ||
 	    a->cols > NORM_THREADS * NORM_PER_THREAD || !act_ok(a->act_dtype) ||
@@ -223,18 +228,18 @@ int kvk_norm_cuda(const struct kvk_norm_args *a, kvk_stream stream)
 		return -EINVAL;
 	if (!a->nr_rows)
 		return 0;
-	if (norm_bf16(a, xs, ys, stream))
-		return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+	if (norm_bf16(p, stream))
+		return dev_launched();
 	if (a->cols <= NORM_THREADS)
-		norm_kernel<1><<<a->nr_rows, NORM_THREADS, 0, s>>>(*a, xs, ys);
+		DEV_LAUNCH(norm_kernel<1>, a->nr_rows, NORM_THREADS, stream, p);
 	else if (a->cols <= NORM_THREADS * 4)
-		norm_kernel<4><<<a->nr_rows, NORM_THREADS, 0, s>>>(*a, xs, ys);
+		DEV_LAUNCH(norm_kernel<4>, a->nr_rows, NORM_THREADS, stream, p);
 	else if (a->cols <= NORM_THREADS * 16)
-		norm_kernel<16><<<a->nr_rows, NORM_THREADS, 0, s>>>(*a, xs, ys);
+		DEV_LAUNCH(norm_kernel<16>, a->nr_rows, NORM_THREADS, stream, p);
 	else
-		norm_kernel<NORM_PER_THREAD>
-			<<<a->nr_rows, NORM_THREADS, 0, s>>>(*a, xs, ys);
-	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+		DEV_LAUNCH(norm_kernel<NORM_PER_THREAD>, a->nr_rows, NORM_THREADS, stream,
+			   p);
+	return dev_launched();
 }
 
 /* A warp per (token, head): all values are read before any is written. */
@@ -252,8 +257,8 @@ __global__ void __launch_bounds__(256) rope_kernel(const struct kvk_rope_args a)
 	void *y = a.y ? a.y : a.x;
 	float p[8], q[8];
 
-	ptx_grid_launch();
-	ptx_grid_wait();
+	dev_grid_launch();
+	dev_grid_wait();
 	if (t >= a.nr_tokens)
 		return;
 	const float *cs = a.cos_sin + (uint64_t)a.positions[t] * a.rope_dim;
@@ -275,9 +280,10 @@ __global__ void __launch_bounds__(256) rope_kernel(const struct kvk_rope_args a)
 
 		if (i >= half)
 			continue;
-		act_put(a.act_dtype, y, to + i, p[j] * cs[i] - q[j] * cs[half + i]);
+		act_put(a.act_dtype, y, to + i,
+			rope_first(p[j], q[j], cs[i], cs[half + i]));
 		act_put(a.act_dtype, y, to + half + i,
-			q[j] * cs[i] + p[j] * cs[half + i]);
+			rope_second(p[j], q[j], cs[i], cs[half + i]));
 	}
 }
 
@@ -292,7 +298,7 @@ int kvk_rope_cuda(const struct kvk_rope_args *a, kvk_stream stream)
 	if (!units)
 		return 0;
 	DEV_LAUNCH_EARLY(rope_kernel, (uint32_t)((units + 7) / 8), 256, stream, *a);
-	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+	return dev_launched();
 }
 
 __global__ void __launch_bounds__(256) silu_kernel(const struct kvk_silu_args a)
@@ -300,8 +306,8 @@ __global__ void __launch_bounds__(256) silu_kernel(const struct kvk_silu_args a)
 	const uint64_t t = blockIdx.y;
 	const uint32_t c = blockIdx.x * 256 + threadIdx.x;
 
-	ptx_grid_launch();
-	ptx_grid_wait();
+	dev_grid_launch();
+	dev_grid_wait();
 	if (c >= a.inter)
 		return;
 	float g = act_get(a.act_dtype, a.gu, t * 2 * a.inter + c);
@@ -318,5 +324,5 @@ int kvk_silu_cuda(const struct kvk_silu_args *a, kvk_stream stream)
 		return 0;
 	DEV_LAUNCH_EARLY(silu_kernel, dim3((a->inter + 255) / 256, a->nr_tokens), 256,
 			 stream, *a);
-	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
+	return dev_launched();
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * norm_rope_ref.c - RMS norm with residual, rotary embedding, silu on the host.
+ * norm_rope_ref.c - RMS norm with residual, rotary embedding, silu on the host; and these with append
+ * behind them, one after the other.
  *
  * Rows and tokens on their own; no state; any thread.
  */
@@ -110,4 +111,19 @@ int kvk_silu_ref(const struct kvk_silu_args *a, kvk_stream stream)
 		}
 	}
 	return 0;
+}
+
+int kvk_norm_rope_append_ref(const struct kvk_norm_rope_append_args *a, kvk_stream stream)
+{
+	int r = kvk_append_check(&a->append); /* before anything is written */
+
+	if (!r && a->q_norm.weight)
+		r = kvk_norm_ref(&a->q_norm, stream);
+	if (!r && a->k_norm.weight)
+		r = kvk_norm_ref(&a->k_norm, stream);
+	if (!r)
+		r = kvk_rope_ref(&a->q_rope, stream);
+	if (!r)
+		r = kvk_rope_ref(&a->k_rope, stream);
+	return r ? r : kvk_append_ref(&a->append, stream);
 }

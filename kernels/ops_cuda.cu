@@ -116,6 +116,7 @@ static const struct kvk_ops cuda_ops = {
 	.linear = linear,
 	.norm = kvk_norm_cuda,
 	.rope = kvk_rope_cuda,
+	.norm_rope_append = kvk_norm_rope_append_cuda,
 	.silu = kvk_silu_cuda,
 	.sample = kvk_sample_cuda,
 	.page_move = kvk_page_move_cuda,

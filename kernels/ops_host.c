@@ -17,6 +17,7 @@ static const struct kvk_ops host_ops = {
 	.linear = kvk_linear_ref,
 	.norm = kvk_norm_ref,
 	.rope = kvk_rope_ref,
+	.norm_rope_append = kvk_norm_rope_append_ref,
 	.silu = kvk_silu_ref,
 	.sample = kvk_sample_ref,
 	.page_move = kvk_page_move_ref,

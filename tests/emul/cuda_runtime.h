@@ -2,8 +2,8 @@
 /*
  * cuda_runtime.h - CUDA's words for a C++ compiler, so that kernels/x.cu run on the CPU.
  *
- * Found in place of the toolkit's header of this name. It has what tag_check, append and
- * page_move use, on top of emul.cc. __shared__ variables are static: one block runs at a
+ * Found in place of the toolkit's header of this name. It has what the kernels
+ * of emul.mk use, on top of emul.cc. __shared__ variables are static: one block runs at a
  * time, and finds in them what the block before left, as on a device. Atomics are plain:
  * one thread runs at a time. Instructions of the machine (inline PTX: copies in bulk,
  * matrix products) are not here; those kernels are not emulated.
@@ -125,6 +125,11 @@ template <class T> static inline T __shfl_sync(unsigned, T value, int lane)
 static inline unsigned __ballot_sync(unsigned, int predicate)
 {
 	return (unsigned)emul_warp_exchange(predicate != 0, EMUL_BALLOT, 0);
+}
+
+static inline void __syncwarp(void)
+{
+	(void)emul_warp_exchange(0, EMUL_BALLOT, 0);
 }
 
 template <class T> static inline T atomicAdd(T *p, T value)

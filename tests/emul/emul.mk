@@ -2,8 +2,8 @@
 # GPU, nvcc or the toolkit, whose headers those in tests/emul stand for. x86-64 only.
 ifeq ($(shell uname -m),x86_64)
 CXX := $(if $(findstring clang,$(CC)),clang++,g++)
-EMUL_KERNELS := tag_check append page_move ops_cuda
-EMUL_TESTS := cuda_pages cuda_families
+EMUL_KERNELS := tag_check append norm_rope norm_rope_append page_move ops_cuda
+EMUL_TESTS := cuda_pages cuda_families cuda_dense
 EMUL_BINS := $(EMUL_TESTS:%=$(O)/tests/emul/%)
 EMUL_OBJS := $(patsubst %,$(O)/obj/tests/emul/%.o,emul standins $(EMUL_KERNELS:%=kernels/%))
 # the headers of tests/emul come before the toolkit's

@@ -187,6 +187,49 @@ void kvt_paged_fini(struct kvt_paged *f)
 	memset(f, 0, sizeof(*f));
 }
 
+struct kvk_norm_rope_append_args kvt_key_args(const struct kvk_pages *pages,
+					      const struct kvk_batch *batch, void *acts,
+					      const u32 *positions, u32 dtype)
+{
+	const size_t part = batch->nr_tokens * 576ul * 4;
+	u8 *kv = acts, *latent = kv + part, *rope = latent + part, *q = rope + part;
+	struct kvk_norm_rope_append_args a = {
+		.k_norm = {.x = kv,
+			   .weight = acts,
+			   .y = latent,
+			   .eps = 1e-6f,
+			   .nr_rows = batch->nr_tokens,
+			   .cols = 512,
+			   .x_stride = 576,
+			   .act_dtype = dtype},
+		.k_rope = {.x = kv,
+			   .positions = positions,
+			   .cos_sin = acts,
+			   .nr_tokens = batch->nr_tokens,
+			   .nr_heads = 1,
+			   .head_stride = 576,
+			   .token_stride = 576,
+			   .offset = 512,
+			   .rope_dim = 64,
+			   .act_dtype = dtype,
+			   .y = rope,
+			   .y_head_stride = 64,
+			   .y_token_stride = 64},
+		.append = {.pages = *pages,
+			   .batch = *batch,
+			   .src_dtype = dtype,
+			   .latent = latent,
+			   .rope = rope},
+	};
+
+	a.q_rope = a.k_rope;
+	a.q_rope.x = q;
+	a.q_rope.y = NULL;
+	a.q_rope.head_stride = a.q_rope.token_stride = 64;
+	a.q_rope.offset = 0;
+	return a;
+}
+
 u8 *kvt_paged_part(const struct kvt_paged *f, u32 request, u32 position, u32 layer)
 {
 	const struct kv_layout *l = &f->pages.layout;

@@ -70,6 +70,16 @@ void kvt_paged_batch(struct kvt_paged *f, struct kvt_rng *g, const u32 *lengths,
 		     const u32 *q_lens, u32 nr);
 void kvt_paged_fini(struct kvt_paged *f);
 
+/**
+ * kvt_key_args() - norm_rope_append over MLA pages, one head of q
+ * @acts: memory of the kernels: four arrays of 576 floats for each token; everything is in there
+ * @positions: [batch->nr_tokens], below 16
+ * @dtype: KVK_F32 or KVK_BF16
+ */
+struct kvk_norm_rope_append_args kvt_key_args(const struct kvk_pages *pages,
+					      const struct kvk_batch *batch, void *acts,
+					      const u32 *positions, u32 dtype);
+
 /* Start of a layer's part of the page of a request's position. */
 u8 *kvt_paged_part(const struct kvt_paged *f, u32 request, u32 position, u32 layer);
 

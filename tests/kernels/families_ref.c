@@ -27,6 +27,7 @@ struct walk {
 	u64 nr_nan;
 	union {
 		struct kvk_append_args append;
+		struct kvk_norm_rope_append_args key;
 		struct kvk_attn_args attn;
 		struct kvk_move_args move;
 	} a;
@@ -88,6 +89,15 @@ static bool walk_args(struct walk *w, const char *name, u32 way)
 						       .k = w->acts,
 						       .v = w->acts,
 						       .nan_count = &w->nr_nan};
+		return true;
+	}
+	if (!strcmp(name, "norm_rope_append")) {
+		static const u32 positions[5] = {3, 0, 1, 15, 2};
+
+		w->nr_calls = 2;
+		w->a.key = kvt_key_args(&w->src.pages, &w->src.batch, w->acts, positions,
+					way ? KVK_BF16 : KVK_F32);
+		w->a.key.append.nan_count = &w->nr_nan;
 		return true;
 	}
 	if (!strncmp(name, "attn_", 5)) {
@@ -230,7 +240,7 @@ KVT_TEST(every_page_toucher_obeys_the_verdict)
 			walk_way(fam, way, mla, &nr);
 		nr_walked++;
 	}
-	KVT_EXPECT_EQ(nr_walked, 5);
+	KVT_EXPECT_EQ(nr_walked, 6);
 }
 
 /* One side of a two-sided move fails: neither page is touched. */
