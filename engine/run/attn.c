@@ -46,11 +46,13 @@ struct heads {
 	u32 at;
 };
 
-static int rope(struct eng_engine *e, const struct heads *from, const struct heads *to,
-		u32 nr_heads)
+static struct kvk_rope_args rope_args(const struct eng_engine *e,
+				      const struct heads *from, const struct heads *to,
+				      u32 nr_heads)
 {
 	const struct eng_rope *r = &e->m->config.rope;
-	struct kvk_rope_args a = {
+
+	return (struct kvk_rope_args){
 		.x = from->x,
 		.y = to->x,
 		.positions = eng_dev(e, e->step.positions),
@@ -67,16 +69,14 @@ static int rope(struct eng_engine *e, const struct heads *from, const struct hea
 		.act_dtype = e->mem->act_dtype,
 		.interleaved = r->interleaved,
 	};
-
-	return e->ops->rope(&a, e->mem->stream);
 }
 
 /* GQA: the first values of each head, in place. */
-static int rope_here(struct eng_engine *e, void *x, u32 nr_heads)
+static struct kvk_rope_args rope_here(const struct eng_engine *e, void *x, u32 nr_heads)
 {
 	const struct heads h = {.x = x, .stride = e->m->config.head_dim};
 
-	return rope(e, &h, &h, nr_heads);
+	return rope_args(e, &h, &h, nr_heads);
 }
 
 static void amax_note(float *amax, const float *x, u32 nr_rows, u32 stride, u32 cols)
@@ -109,25 +109,31 @@ static void note_amax(struct eng_engine *e, u32 layer)
 	}
 }
 
-static int append(struct eng_engine *e, u32 layer)
+/*
+ * Norm, rotation and append of the step's tokens: @a but for the append. Context: behind the check,
+ * joined or on its branch.
+ */
+static int key_append(struct eng_engine *e, u32 layer,
+		      struct kvk_norm_rope_append_args *a)
 {
-	struct eng_act *a = &e->act;
-	struct kvk_append_args args = {
+	struct eng_act *act = &e->act;
+	int rc;
+
+	a->append = (struct kvk_append_args){
 		.pages = e->pages,
 		.batch = eng_batch_view(e, ENG_GROUP_SEQ),
 		.layer = layer,
 		.src_dtype = e->mem->act_dtype,
-		.latent = a->latent,
-		.rope = a->k_rope,
-		.k = a->k,
-		.v = a->v,
+		.latent = act->latent,
+		.rope = act->k_rope,
+		.k = act->k,
+		.v = act->v,
 		.nan_count = eng_dev(e, e->step.nan_count),
 	};
-	int rc = eng_check_join(e);
-
-	if (e->amax)
+	rc = e->ops->norm_rope_append(a, e->mem->stream);
+	if (!rc && e->amax)
 		note_amax(e, layer);
-	return rc ? rc : e->ops->append(&args, e->mem->stream);
+	return rc;
 }
 
 /*
@@ -158,43 +164,42 @@ static int attention(struct eng_engine *e, u32 layer, const void *q)
 				       : e->ops->attn_gqa(&a, e->mem->stream);
 }
 
-/* latent = norm of the first part of kv, k_rope = the rest, rotated */
-static int mla_key(struct eng_engine *e, const struct eng_layer *l)
+/*
+ * To the page: (norm of kv's first part, the rest rotated); to q_abs: rotated q_rope. In a step of
+ * decodes on the check's own branch, beside the query's way into the latent space.
+ */
+static int mla_key(struct eng_engine *e, u32 layer)
 {
 	const struct eng_config *c = &e->m->config;
 	struct eng_act *a = &e->act;
-	u32 n = e->step.nr_tokens, kd = c->latent_dim + c->rope_dim;
-	struct eng_norm norm = {
+	const u32 qd = c->nope_dim + c->rope_dim, kd = c->latent_dim + c->rope_dim;
+	const struct heads kv = {.x = a->kv, .stride = kd, .at = c->latent_dim};
+	const struct heads k_rope = {.x = a->k_rope, .stride = c->rope_dim};
+	const struct heads q = {.x = a->q, .stride = qd, .at = c->nope_dim};
+	const struct heads q_abs = {.x = a->q_abs, .stride = kd, .at = c->latent_dim};
+	const struct eng_norm norm = {
 		.x = a->kv,
-		.weight = l->kv_a_norm,
+		.weight = e->w.layers[layer].kv_a_norm,
 		.y = a->latent,
 		.eps = c->latent_norm_eps,
-		.nr_rows = n,
+		.nr_rows = e->step.nr_tokens,
 		.cols = c->latent_dim,
 		.x_stride = kd,
 	};
-	const struct heads from = {.x = a->kv, .stride = kd, .at = c->latent_dim};
-	const struct heads to = {.x = a->k_rope, .stride = c->rope_dim};
-	int rc = linear(e, &l->kv_a, a->h, a->kv, NULL);
+	struct kvk_norm_rope_append_args args = {
+		.k_norm = eng_norm_args(e, &norm),
+		.k_rope = rope_args(e, &kv, &k_rope, 1),
+		.q_rope = rope_args(e, &q, &q_abs, c->nr_q_heads),
+	};
+	int rc = e->step.bucket ? eng_side_begin(e) : eng_check_join(e);
 
 	if (!rc)
-		rc = eng_call_norm(e, &norm);
-	return rc ? rc : rope(e, &from, &to, 1);
+		rc = key_append(e, layer, &args);
+	eng_side_end(e);
+	return rc;
 }
 
-/* q_abs = (W_UK^T q_nope, rotated q_rope) */
-static int mla_query(struct eng_engine *e, const struct eng_layer *l)
-{
-	const struct eng_config *c = &e->m->config;
-	struct eng_act *a = &e->act;
-	u32 qd = c->nope_dim + c->rope_dim, kd = c->latent_dim + c->rope_dim;
-	const struct heads from = {.x = a->q, .stride = qd, .at = c->nope_dim};
-	const struct heads to = {.x = a->q_abs, .stride = kd, .at = c->latent_dim};
-	int rc = linear_heads(e, &l->w_uk_t, a->q, qd, a->q_abs, kd);
-
-	return rc ? rc : rope(e, &from, &to, c->nr_q_heads);
-}
-
+/* q and kv of the step's tokens */
 static int mla_project(struct eng_engine *e, const struct eng_layer *l)
 {
 	const struct eng_config *c = &e->m->config;
@@ -211,26 +216,30 @@ static int mla_project(struct eng_engine *e, const struct eng_layer *l)
 
 	/* the key beside the query */
 	if (!rc)
-		rc = mla_key(e, l);
+		rc = linear(e, &l->kv_a, a->h, a->kv, NULL);
 	eng_side_end(e);
 	if (!rc)
 		rc = linear(e, &l->q_a, a->h, a->q_a, NULL);
 	if (!rc)
 		rc = eng_call_norm(e, &q_norm);
-	if (!rc)
-		rc = linear(e, &l->q_b, a->q_a, a->q, NULL);
-	return rc ? rc : mla_query(e, l);
+	return rc ? rc : linear(e, &l->q_b, a->q_a, a->q, NULL);
 }
 
 static int mla_block(struct eng_engine *e, u32 layer)
 {
+	const struct eng_config *c = &e->m->config;
 	const struct eng_layer *l = &e->w.layers[layer];
 	struct eng_act *a = &e->act;
-	int rc;
+	int rc = mla_project(e, l);
 
-	rc = mla_project(e, l);
 	if (!rc)
-		rc = append(e, layer);
+		rc = mla_key(e, layer);
+	/* W_UK^T q_nope to the first part of q_abs */
+	if (!rc)
+		rc = linear_heads(e, &l->w_uk_t, a->q, c->nope_dim + c->rope_dim,
+				  a->q_abs, c->latent_dim + c->rope_dim);
+	if (!rc)
+		rc = eng_check_join(e);
 	if (!rc)
 		rc = attention(e, layer, a->q_abs);
 	if (!rc)
@@ -241,17 +250,18 @@ static int mla_block(struct eng_engine *e, u32 layer)
 }
 
 /* Norm of each head, where the model has one. */
-static int norm_heads(struct eng_engine *e, const float *weight, void *x, u32 nr_rows)
+static struct kvk_norm_args norm_heads(const struct eng_engine *e, const float *weight,
+				       void *x, u32 nr_heads)
 {
 	const struct eng_config *c = &e->m->config;
-	struct eng_norm n = {.x = x,
-			     .weight = weight,
-			     .y = x,
-			     .eps = c->norm_eps,
-			     .nr_rows = nr_rows,
-			     .cols = c->head_dim};
+	const struct eng_norm n = {.x = x,
+				   .weight = weight,
+				   .y = x,
+				   .eps = c->norm_eps,
+				   .nr_rows = e->step.nr_tokens * nr_heads,
+				   .cols = c->head_dim};
 
-	return weight ? eng_call_norm(e, &n) : 0;
+	return eng_norm_args(e, &n);
 }
 
 static int gqa_block(struct eng_engine *e, u32 layer)
@@ -259,24 +269,22 @@ static int gqa_block(struct eng_engine *e, u32 layer)
 	const struct eng_config *c = &e->m->config;
 	const struct eng_layer *l = &e->w.layers[layer];
 	struct eng_act *a = &e->act;
-	u32 n = e->step.nr_tokens;
-	int rc;
+	struct kvk_norm_rope_append_args key = {
+		.q_norm = norm_heads(e, l->q_norm, a->q, c->nr_q_heads),
+		.k_norm = norm_heads(e, l->k_norm, a->k, c->nr_kv_heads),
+		.q_rope = rope_here(e, a->q, c->nr_q_heads),
+		.k_rope = rope_here(e, a->k, c->nr_kv_heads),
+	};
+	int rc = linear(e, &l->q, a->h, a->q, l->q_bias);
 
-	rc = linear(e, &l->q, a->h, a->q, l->q_bias);
 	if (!rc)
 		rc = linear(e, &l->k, a->h, a->k, l->k_bias);
 	if (!rc)
 		rc = linear(e, &l->v, a->h, a->v, l->v_bias);
 	if (!rc)
-		rc = norm_heads(e, l->q_norm, a->q, n * c->nr_q_heads);
+		rc = eng_check_join(e);
 	if (!rc)
-		rc = norm_heads(e, l->k_norm, a->k, n * c->nr_kv_heads);
-	if (!rc)
-		rc = rope_here(e, a->q, c->nr_q_heads);
-	if (!rc)
-		rc = rope_here(e, a->k, c->nr_kv_heads);
-	if (!rc)
-		rc = append(e, layer);
+		rc = key_append(e, layer, &key);
 	if (!rc)
 		rc = attention(e, layer, a->q);
 	if (!rc)

@@ -33,10 +33,10 @@ int eng_call_linear(struct eng_engine *e, const struct eng_linear *l)
 	return e->ops->linear(&a, e->mem->stream);
 }
 
-/** eng_call_norm() - y = norm(x), or of residual += x. Return: 0; -errno of the kernel */
-int eng_call_norm(struct eng_engine *e, const struct eng_norm *n)
+/** eng_norm_args() - as the kernels take it */
+struct kvk_norm_args eng_norm_args(const struct eng_engine *e, const struct eng_norm *n)
 {
-	struct kvk_norm_args a = {
+	return (struct kvk_norm_args){
 		.x = n->x,
 		.residual = n->residual,
 		.weight = n->weight,
@@ -48,6 +48,12 @@ int eng_call_norm(struct eng_engine *e, const struct eng_norm *n)
 		.y_stride = n->cols,
 		.act_dtype = e->mem->act_dtype,
 	};
+}
+
+/** eng_call_norm() - y = norm(x), or of residual += x. Return: 0; -errno of the kernel */
+int eng_call_norm(struct eng_engine *e, const struct eng_norm *n)
+{
+	struct kvk_norm_args a = eng_norm_args(e, n);
 
 	return e->ops->norm(&a, e->mem->stream);
 }

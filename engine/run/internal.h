@@ -378,6 +378,7 @@ struct eng_norm {
 
 void *eng_act_at(const struct eng_engine *e, const void *base, size_t index);
 int eng_call_linear(struct eng_engine *e, const struct eng_linear *l);
+struct kvk_norm_args eng_norm_args(const struct eng_engine *e, const struct eng_norm *n);
 int eng_call_norm(struct eng_engine *e, const struct eng_norm *n);
 
 /* device.c */

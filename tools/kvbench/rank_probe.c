@@ -25,7 +25,7 @@
 #define REPEAT_TO 48u /* calls in a graph, at least */
 
 enum call_kind {
-	CALL_APPEND,
+	CALL_KEY,
 	CALL_ATTN_MLA,
 	CALL_ATTN_GQA,
 	CALL_ROUTE,
@@ -34,7 +34,6 @@ enum call_kind {
 	CALL_MOE_BF16,
 	CALL_LINEAR,
 	CALL_NORM,
-	CALL_ROPE,
 	CALL_SILU,
 	CALL_SAMPLE,
 	CALL_COPY,
@@ -44,13 +43,12 @@ struct call {
 	enum call_kind kind;
 	u32 site;
 	union {
-		struct kvk_append_args append;
+		struct kvk_norm_rope_append_args key;
 		struct kvk_attn_args attn;
 		struct kvk_moe_route_args route;
 		struct kvk_moe_args moe;
 		struct kvk_linear_args linear;
 		struct kvk_norm_args norm;
-		struct kvk_rope_args rope;
 		struct kvk_silu_args silu;
 		struct kvk_sample_args sample;
 		struct eng_copy_args copy;
@@ -77,8 +75,8 @@ static int call_run(const struct call *c)
 	kvk_stream s = rec.e->mem->stream;
 
 	switch (c->kind) {
-	case CALL_APPEND:
-		return o->append(&c->a.append, s);
+	case CALL_KEY:
+		return o->norm_rope_append(&c->a.key, s);
 	case CALL_ATTN_MLA:
 		return o->attn_mla(&c->a.attn, s);
 	case CALL_ATTN_GQA:
@@ -95,8 +93,6 @@ static int call_run(const struct call *c)
 		return o->linear(&c->a.linear, s);
 	case CALL_NORM:
 		return o->norm(&c->a.norm, s);
-	case CALL_ROPE:
-		return o->rope(&c->a.rope, s);
 	case CALL_SILU:
 		return o->silu(&c->a.silu, s);
 	case CALL_SAMPLE:
@@ -138,14 +134,17 @@ static double act_bytes(double values)
 
 /* ------------------------------------------------------------------ tables in between */
 
-static int rec_append(const struct kvk_append_args *a, kvk_stream stream)
+static int rec_key(const struct kvk_norm_rope_append_args *a, kvk_stream stream)
 {
-	const struct kv_layout *l = &a->pages.layout;
+	const struct kv_layout *l = &a->append.pages.layout;
 	const double per_token = (double)kv_layer_bytes(l) / KV_PAGE_TOKENS;
+	const double key = l->kind == KV_LAYOUT_MLA ? l->latent_dim + l->rope_dim
+						    : 2.0 * l->nr_kv_heads * l->head_dim;
+	const double q = l->kind == KV_LAYOUT_MLA ? l->rope_dim : l->head_dim;
 
-	return keep((struct call){.kind = CALL_APPEND, .a.append = *a}, "append",
-		    a->batch.nr_tokens *
-			    (per_token + act_bytes(l->latent_dim + l->rope_dim)));
+	return keep((struct call){.kind = CALL_KEY, .a.key = *a}, "norm rope append",
+		    a->append.batch.nr_tokens *
+			    (per_token + act_bytes(key + 2 * q * a->q_rope.nr_heads)));
 }
 
 static int rec_attn(enum call_kind kind, const struct kvk_attn_args *a)
@@ -253,15 +252,6 @@ static int rec_norm(const struct kvk_norm_args *a, kvk_stream stream)
 	return keep((struct call){.kind = CALL_NORM, .a.norm = *a}, name,
 		    act_bytes((double)a->nr_rows * a->cols * (a->residual ? 4 : 2)) +
 			    4.0 * a->cols);
-}
-
-static int rec_rope(const struct kvk_rope_args *a, kvk_stream stream)
-{
-	char name[48];
-
-	snprintf(name, sizeof(name), "rope %ux%u", a->nr_heads, a->rope_dim);
-	return keep((struct call){.kind = CALL_ROPE, .a.rope = *a}, name,
-		    act_bytes(2.0 * a->nr_tokens * a->nr_heads * a->rope_dim));
 }
 
 static int rec_silu(const struct kvk_silu_args *a, kvk_stream stream)
@@ -411,7 +401,7 @@ static int record(struct eng_engine *e)
 	struct eng_mem_ops mem_ops = *e->mem->ops;
 	int rc;
 
-	ops.append = rec_append;
+	ops.norm_rope_append = rec_key;
 	ops.attn_mla = rec_attn_mla;
 	ops.attn_gqa = rec_attn_gqa;
 	ops.moe_route = rec_route;
@@ -420,7 +410,6 @@ static int record(struct eng_engine *e)
 	ops.moe_bf16 = rec_moe_bf16;
 	ops.linear = rec_linear;
 	ops.norm = rec_norm;
-	ops.rope = rec_rope;
 	ops.silu = rec_silu;
 	ops.sample = rec_sample;
 	mem_ops.copy = rec_copy;
