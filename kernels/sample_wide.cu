@@ -21,9 +21,9 @@
 
 /* ------------------------------------------------------------------------ 1. load; the largest */
 
-/* The row to shared memory. *ret_id: smallest id of the largest; *ret_bad: a NaN is there. */
+/* The CTA's part of the row to shared memory, and the best of it. *ret_bad: a NaN is there. */
 KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared &sh,
-		       struct wide_row &row, float *mine, u32 *ret_id, bool *ret_bad)
+		       const struct wide_row &row, float *mine, struct wide_best *ret)
 {
 	const float *src = p.s.a.logits + (size_t)(blockIdx.x / p.ctas) * row.vocab;
 	const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -31,54 +31,56 @@ KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared &sh,
 	u32 id = ~0u;
 	int bad = 0;
 
-#pragma unroll 4
-	for (u32 s = 0; s < row.steps; s++) {
-		const u32 at = row.id + s * WIDE_STEP;
-		float v[4];
+	for (u32 first = 0; first < row.steps; first += WIDE_ILP) {
+		float4 v[WIDE_ILP];
 
-		if (p.s.vec && at < row.vocab) {
-			const float4 f = __ldcs((const float4 *)(src + at));
+#pragma unroll
+		for (u32 k = 0; k < WIDE_ILP; k++)
+			v[k] = wide_fetch(p, row, src, first + k);
+#pragma unroll
+		for (u32 k = 0; k < WIDE_ILP; k++) {
+			const u32 s = first + k, at = row.id + s * WIDE_STEP;
 
-			v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
-		} else {
-			for (u32 e = 0; e < 4; e++)
-				v[e] = at + e < row.vocab ? src[at + e] : -INFINITY;
-		}
-		*(float4 *)(mine + s * WIDE_STEP) = make_float4(v[0], v[1], v[2], v[3]);
-		for (u32 e = 0; e < 4; e++) {
-			bad |= kvk_is_nan(v[e]);
-			if (at + e < row.vocab)
-				sample_best(top, id, v[e], at + e);
+			if (s >= row.steps)
+				break;
+			*(float4 *)(mine + s * WIDE_STEP) = v[k];
+			bad |= kvk_is_nan(v[k].x) | kvk_is_nan(v[k].y) |
+			       kvk_is_nan(v[k].z) | kvk_is_nan(v[k].w);
+			/* behind the row's end lies -INFINITY, with ids that lose */
+			sample_best(top, id, v[k].x, at);
+			sample_best(top, id, v[k].y, at + 1);
+			sample_best(top, id, v[k].z, at + 2);
+			sample_best(top, id, v[k].w, at + 3);
 		}
 	}
-	for (int o = 16; o; o >>= 1) {
-		float v = __shfl_xor_sync(~0u, top, o);
-		u32 i = __shfl_xor_sync(~0u, id, o);
-
-		sample_best(top, id, v, i);
-	}
+	wide_warp_best(top, id);
 	if (lane == 0) {
 		sh.w32[0][warp] = top;
 		sh.wid[warp] = id;
 	}
-	bad = __syncthreads_or(bad);
-	if (threadIdx.x == 0) {
-		for (u32 w = 0; w < WIDE_WARPS; w++)
-			sample_best(top, id, sh.w32[0][w], sh.wid[w]);
-		sh.part.top = top;
-		sh.part.id = id;
-		sh.part.bad = (u32)bad;
-	}
+	ret->bad = __syncthreads_or(bad) != 0;
+	ret->top = lane < WIDE_WARPS ? sh.w32[0][lane] : -INFINITY;
+	ret->id = lane < WIDE_WARPS ? sh.wid[lane] : ~0u;
+	wide_warp_best(ret->top, ret->id);
+}
+
+/* What all CTAs found: row.max, its id, and whether the row has a NaN. */
+KVK_DEV void wide_all_best(struct wide_shared &sh, struct wide_row &row,
+			   struct wide_best *b)
+{
+	if (threadIdx.x == 0)
+		sh.part.best = *b;
 	tile_cluster_sync();
-	*ret_id = ~0u;
-	*ret_bad = false;
+	b->id = ~0u;
+	b->bad = 0;
 	row.max = -INFINITY;
 	for (u32 c = 0; c < row.ctas; c++) {
-		sample_best(row.max, *ret_id, kvk_bits_f32(wide_get32(&sh.part.top, c)),
-			    wide_get32(&sh.part.id, c));
-		*ret_bad |= wide_get32(&sh.part.bad, c) != 0;
+		sample_best(row.max, b->id,
+			    kvk_bits_f32(wide_get32(&sh.part.best.top, c)),
+			    wide_get32(&sh.part.best.id, c));
+		b->bad |= wide_get32(&sh.part.best.bad, c);
 	}
-	*ret_id = *ret_id < row.vocab ? *ret_id : 0;
+	b->id = b->id < row.vocab ? b->id : 0;
 }
 
 /* Sum of exp(logit - max), always in the same order; thread 0's is whole. */
@@ -295,6 +297,63 @@ KVK_DEV u32 wide_draw(struct wide_shared &sh, struct wide_row &row, float top_p,
 			 sh.place.run * run, cut.lo, one, all);
 }
 
+/* ---------------------------------------------------------------------------------- greedy rows */
+
+/* Sum of exp(logit - @top) over the CTA's logits, in warp 0. */
+KVK_DEV float wide_cta_sum(struct wide_shared &sh, const struct wide_row &row, float top)
+{
+	float sum = 0;
+
+	/* where nothing is finite there is nothing to add */
+	wide_each(row, [&](float v, u32, u32) { sum += expf(v - top); });
+	sum = dev_warp_sum(sum);
+	if (threadIdx.x % 32 == 0)
+		sh.w32[1][threadIdx.x / 32] = sum;
+	__syncthreads();
+	return dev_warp_sum(threadIdx.x < WIDE_WARPS ? sh.w32[1][threadIdx.x] : 0.0f);
+}
+
+/*
+ * The largest logit's id, in one exchange: each CTA puts what it found into the first one's shared
+ * memory and leaves. Behind wide_arrive() of all threads.
+ */
+KVK_DEV void wide_greedy(const struct wide_params &p, struct wide_shared &sh,
+			 struct wide_row &row, struct wide_best b)
+{
+	const struct kvk_sample_args &a = p.s.a;
+	const u32 r = blockIdx.x / p.ctas, rank = blockIdx.x % p.ctas;
+	const u32 lane = threadIdx.x;
+
+	b.sum = 0;
+	if (a.ret_logprob && b.top > -INFINITY)
+		b.sum = wide_cta_sum(sh, row, b.top);
+	wide_wait(); /* the first CTA has begun */
+	if (threadIdx.x == 0)
+		wide_put_best(&sh.best[rank], 0, b);
+	wide_arrive();
+	if (rank)
+		return;
+	wide_wait();
+	if (threadIdx.x >= 32)
+		return;
+	b.top = lane < p.ctas ? sh.best[lane].top : -INFINITY;
+	b.id = lane < p.ctas ? sh.best[lane].id : ~0u;
+	b.bad = __ballot_sync(~0u, lane < p.ctas && sh.best[lane].bad);
+	row.max = b.top;
+	wide_warp_best(row.max, b.id);
+	b.sum = lane < p.ctas && b.top > -INFINITY
+			? sh.best[lane].sum * expf(b.top - row.max)
+			: 0.0f;
+	b.sum = dev_warp_sum(b.sum);
+	if (lane)
+		return;
+	a.ret_ids[r] =
+		(b.bad && !(p.s.off & SAMPLE_NO_NAN)) || b.id >= row.vocab ? 0 : b.id;
+	if (a.ret_logprob)
+		a.ret_logprob[r] = b.bad ? kvk_bits_f32(0x7fc00000u)
+					 : row.max - row.max - logf(b.sum);
+}
+
 /* ------------------------------------------------------------------------------------ kernel */
 
 __global__ void __launch_bounds__(WIDE_THREADS, 2)
@@ -307,27 +366,38 @@ __global__ void __launch_bounds__(WIDE_THREADS, 2)
 	const u32 r = blockIdx.x / p.ctas, run = p.steps * WIDE_STEP;
 	const u32 warp = threadIdx.x / 32, mine = warp * run + threadIdx.x % 32 * 4;
 	struct wide_row row = {};
-	bool bad, mine_to_tell = blockIdx.x % p.ctas == 0;
+	struct wide_best best = {};
+	bool mine_to_tell = blockIdx.x % p.ctas == 0;
+	float top_p;
 	double sum;
 	u32 id;
 
+	wide_arrive();
+	ptx_grid_launch();
 	ptx_grid_wait();
 	row.vocab = a.vocab;
 	row.ctas = p.ctas;
 	row.steps = p.steps;
 	row.logits = slice + mine;
 	row.id = blockIdx.x % p.ctas * WIDE_WARPS * run + mine;
-	wide_load(p, sh, row, slice + mine, &id, &bad);
 	row.temperature = a.temperature[r];
+	top_p = a.top_p[r];
+	wide_load(p, sh, row, slice + mine, &best);
+	if (!(row.temperature > 0 && top_p > 0)) {
+		wide_greedy(p, sh, row, best);
+		return;
+	}
+	wide_wait();
+	wide_all_best(sh, row, &best);
 	row.unit = (float)(1ull << p.s.mass_bits);
 	row.scale = sample_scale(row.temperature);
 	row.fine = WIDE_FINE / row.temperature;
+	id = best.id;
 	/* an infinite maximum leaves nothing to draw from */
-	if (bad && !(p.s.off & SAMPLE_NO_NAN)) {
+	if (best.bad && !(p.s.off & SAMPLE_NO_NAN)) {
 		id = 0;
-	} else if (row.temperature > 0 && kvk_absf(row.max) < INFINITY &&
-		   a.top_p[r] > 0) {
-		id = wide_draw(sh, row, a.top_p[r], a.seeds[r], slice);
+	} else if (kvk_absf(row.max) < INFINITY) {
+		id = wide_draw(sh, row, top_p, a.seeds[r], slice);
 		mine_to_tell = id != ~0u;
 	}
 	if (a.ret_logprob) {
@@ -340,8 +410,9 @@ __global__ void __launch_bounds__(WIDE_THREADS, 2)
 		a.ret_ids[r] = id;
 		if (a.ret_logprob)
 			a.ret_logprob[r] =
-				bad ? kvk_bits_f32(0x7fc00000u)
-				    : (float)((double)v - (double)row.max - log(sum));
+				best.bad
+					? kvk_bits_f32(0x7fc00000u)
+					: (float)((double)v - (double)row.max - log(sum));
 	}
 	tile_cluster_sync(); /* nobody leaves while its memory is read */
 }

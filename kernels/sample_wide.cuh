@@ -13,6 +13,7 @@
 #define WIDE_WARPS   (WIDE_THREADS / 32)
 #define WIDE_STEP    128u /* logits a warp takes at once */
 #define WIDE_STEPS   16u  /* 64 logits of a thread: a bit each */
+#define WIDE_ILP     5u	  /* steps on their way at once */
 #define WIDE_CTAS    8u
 #define WIDE_RUNS    (WIDE_CTAS * WIDE_WARPS)
 #define WIDE_FEW     4096u  /* logits that are worth a CTA */
@@ -24,11 +25,18 @@
 #define WIDE_ROUNDS  4u
 #define WIDE_SLACK   0.001f /* of a bound: more than float sums are wrong by */
 
-/* Read by the other CTAs behind the barrier that follows its writing, and not written again. */
-struct wide_part {
+/* The largest logit of a CTA's part, its smallest id; NaN; sum of exp(logit - top). */
+struct __align__(16) wide_best
+{
 	float top;
 	u32 id;
 	u32 bad;
+	float sum;
+};
+
+/* Read by the other CTAs behind the barrier that follows its writing, and not written again. */
+struct wide_part {
+	struct wide_best best;
 	u32 key_min;
 	u32 key_max;
 	float sum;
@@ -52,6 +60,7 @@ struct wide_place {
 struct __align__(16) wide_shared
 {
 	struct wide_part part;
+	struct wide_best best[WIDE_CTAS]; /* greedy: the first CTA's, written by all */
 	u64 all_mass[WIDE_RUNS];
 	u32 all_cut[WIDE_RUNS];
 	struct wide_place place;
@@ -130,6 +139,26 @@ KVK_DEV u64 wide_get64(const void *p, u32 rank)
 	return v;
 }
 
+KVK_DEV void wide_put_best(const struct wide_best *to, u32 rank,
+			   const struct wide_best &b)
+{
+	SM90_ASM("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(
+			 wide_peer(to, rank)),
+		 "r"(kvk_f32_bits(b.top)), "r"(b.id), "r"(b.bad), "r"(kvk_f32_bits(b.sum))
+		 : "memory");
+}
+
+/* The halves of tile_cluster_sync(). */
+KVK_DEV void wide_arrive(void)
+{
+	SM90_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+KVK_DEV void wide_wait(void)
+{
+	SM90_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 /* Sum over the CTAs. */
 KVK_DEV u64 wide_sum64(const u64 *p, u32 ctas)
 {
@@ -158,6 +187,34 @@ KVK_DEV u32 wide_sum32(const u32 *p, u32 ctas)
 }
 
 /* ---------------------------------------------------------------------------- a thread's share */
+
+/* Four logits of step @s; -INFINITY behind the row. */
+KVK_DEV float4 wide_fetch(const struct wide_params &p, const struct wide_row &row,
+			  const float *src, u32 s)
+{
+	const u32 at = row.id + s * WIDE_STEP;
+	float v[4];
+
+	if (s >= row.steps || at >= row.vocab)
+		return make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+	if (p.s.vec)
+		return __ldcs((const float4 *)(src + at));
+#pragma unroll
+	for (u32 e = 0; e < 4; e++)
+		v[e] = at + e < row.vocab ? src[at + e] : -INFINITY;
+	return make_float4(v[0], v[1], v[2], v[3]);
+}
+
+/* The best of a warp's lanes, in all of them. */
+KVK_DEV void wide_warp_best(float &top, u32 &id)
+{
+	for (int o = 16; o; o >>= 1) {
+		const float v = __shfl_xor_sync(~0u, top, o);
+		const u32 i = __shfl_xor_sync(~0u, id, o);
+
+		sample_best(top, id, v, i);
+	}
+}
 
 /* f(logit, bit, id) for each of this thread's logits */
 template <class F> KVK_DEV void wide_each(const struct wide_row &row, F f)
