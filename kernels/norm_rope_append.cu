@@ -20,6 +20,7 @@
 #define ENTER_MLA_TOKENS \
 	4u /* of a CTA: a warp for each one's latent, one for all ropes */
 #define ENTER_MLA_WARPS (ENTER_MLA_TOKENS + 1)
+#define ENTER_Q		4u /* heads of q that a lane takes: one row of cosines for all */
 
 /* Heads of q: where they are, and where they go. */
 struct enter_heads {
@@ -42,7 +43,7 @@ struct enter_params {
 	float k_eps;
 	u32 rope_dim;
 	u32 interleaved;
-	u32 key_ctas; /* MLA; the others do queries */
+	u32 key_ctas; /* the others do queries */
 };
 
 /* Eight of a norm's weights. */
@@ -178,6 +179,56 @@ KVK_DEV const float *turn_row(const struct enter_params &p, u32 t)
 	return p.cos_sin + (size_t)p.positions[t] * p.rope_dim;
 }
 
+/* ---------------------------------------------------------------------------------- queries */
+
+/* Warps that the queries of a token take. */
+static __host__ __device__ __forceinline__ u32 query_warps(const struct enter_heads &q,
+							   u32 lanes)
+{
+	const u32 per = 32 / lanes * ENTER_Q;
+
+	return (q.nr + per - 1) / per;
+}
+
+/* The queries of a token of which @warp is one of the warps. NORM: heads are LANES * 8 values. */
+template <u32 LANES, bool NORM>
+KVK_DEV void enter_queries(const struct enter_params &p, u32 warp)
+{
+	const u32 warps = query_warps(p.q, LANES), t = warp / warps,
+		  l = threadIdx.x % LANES;
+	const u32 h0 = warp % warps * (32 / LANES * ENTER_Q) + threadIdx.x % 32 / LANES;
+	const bool in = t < p.ap.a.batch.nr_tokens;
+	const bool norm = NORM && p.q_weight;
+	const struct enter_weights w = weights_read(norm ? p.q_weight : NULL, l);
+	struct fast_values<1> x[ENTER_Q];
+	struct enter_turn turn;
+
+	dev_grid_wait();
+#pragma unroll
+	for (u32 k = 0; k < ENTER_Q; k++) {
+		const u32 h = h0 + k * (32 / LANES);
+
+		fast_read<LANES, 1>(x[k],
+				    p.q.from + (size_t)t * p.q.from_token +
+					    (size_t)h * p.q.from_head,
+				    in && h < p.q.nr);
+	}
+	turn = turn_read<LANES>(p, l, turn_row(p, in ? t : 0), true);
+#pragma unroll
+	for (u32 k = 0; k < ENTER_Q; k++) {
+		const u32 h = h0 + k * (32 / LANES);
+		uint4 v = x[k].v[0];
+
+		if (norm)
+			v = scaled(v, w,
+				   norm_inverse(squares<LANES>(v), LANES * 8, p.q_eps));
+		v = rotated(p, v, turn);
+		if (in && h < p.q.nr)
+			((uint4 *)(p.q.to + (size_t)t * p.q.to_token +
+				   (size_t)h * p.q.to_head))[l] = v;
+	}
+}
+
 /* ------------------------------------------------------------------------------------- MLA */
 
 template <bool E4M3, bool TOKEN>
@@ -234,25 +285,6 @@ KVK_DEV void enter_key_rope(const struct enter_params &p, u32 t)
 	append_nan(p.ap, coded.nr_nan);
 }
 
-/* Unit @i of nr_tokens times heads; eight lanes each. */
-KVK_DEV void enter_query_rope(const struct enter_params &p, u32 i)
-{
-	const u32 t = i / p.q.nr, h = i % p.q.nr, l = threadIdx.x % 8;
-	const bool in = t < p.ap.a.batch.nr_tokens;
-	uint4 x = make_uint4(0, 0, 0, 0);
-	struct enter_turn turn;
-
-	dev_grid_wait();
-	if (in)
-		x = ((const uint4 *)(p.q.from + (size_t)t * p.q.from_token +
-				     (size_t)h * p.q.from_head))[l];
-	turn = turn_read<8>(p, l, turn_row(p, in ? t : 0), true);
-	x = rotated(p, x, turn);
-	if (in)
-		((uint4 *)(p.q.to + (size_t)t * p.q.to_token +
-			   (size_t)h * p.q.to_head))[l] = x;
-}
-
 template <bool E4M3, bool TOKEN>
 __global__ void __launch_bounds__(32 * ENTER_MLA_WARPS)
 	enter_mla_kernel(const __grid_constant__ struct enter_params p)
@@ -261,9 +293,8 @@ __global__ void __launch_bounds__(32 * ENTER_MLA_WARPS)
 
 	dev_grid_launch();
 	if (blockIdx.x >= p.key_ctas)
-		enter_query_rope(p, ((blockIdx.x - p.key_ctas) * ENTER_MLA_WARPS * 32 +
-				     threadIdx.x) /
-					    8);
+		enter_queries<8, false>(p, (blockIdx.x - p.key_ctas) * ENTER_MLA_WARPS +
+						   warp);
 	else if (warp < ENTER_MLA_TOKENS)
 		enter_latent<E4M3, TOKEN>(p, t + warp);
 	else
@@ -272,25 +303,23 @@ __global__ void __launch_bounds__(32 * ENTER_MLA_WARPS)
 
 /* ------------------------------------------------------------------------------------- GQA */
 
-/*
- * 32 / LANES planes of a token by each warp: K and V of head 0, of head 1, ..., then the heads of q.
- * All lanes do everything and keep what is theirs.
- */
-template <u32 LANES, bool E4M3, bool TOKEN>
-__global__ void __launch_bounds__(32 * ENTER_GQA_WARPS)
-	enter_gqa_kernel(const __grid_constant__ struct enter_params p)
+/* Warps that K and V of a token take: 32 / LANES planes each. */
+static __host__ __device__ __forceinline__ u32 key_warps(const struct enter_params &p,
+							 u32 lanes)
 {
-	const u32 l = threadIdx.x % LANES, nr_keys = p.ap.nr_planes;
-	const u32 warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-	const u32 groups = (nr_keys + p.q.nr + 32 / LANES - 1) / (32 / LANES);
-	const u32 t = warp / groups;
-	const u32 plane = warp % groups * (32 / LANES) + threadIdx.x % 32 / LANES;
-	const u32 h = plane - nr_keys;
-	const bool is_q = plane >= nr_keys, is_k = !is_q && plane % 2 == 0;
-	const bool in = t < p.ap.a.batch.nr_tokens && (!is_q || h < p.q.nr);
-	const float *weight = is_q ? p.q_weight : is_k ? p.k_weight : NULL;
+	return (p.ap.nr_planes + 32 / lanes - 1) / (32 / lanes);
+}
+
+/* K and V of head 0, of head 1, ... of a token. All lanes do everything and keep what is theirs. */
+template <u32 LANES, bool E4M3, bool TOKEN>
+KVK_DEV void enter_keys(const struct enter_params &p, u32 warp)
+{
+	const u32 warps = key_warps(p, LANES), t = warp / warps, l = threadIdx.x % LANES;
+	const u32 plane = warp % warps * (32 / LANES) + threadIdx.x % 32 / LANES;
+	const bool in = t < p.ap.a.batch.nr_tokens && plane < p.ap.nr_planes;
+	const float *weight = plane % 2 ? NULL : p.k_weight;
 	const struct dev_plane pl =
-		dev_plane_get(&p.ap.a.pages.layout, p.ap.a.layer, is_q ? 0 : plane);
+		dev_plane_get(&p.ap.a.pages.layout, p.ap.a.layer, in ? plane : 0);
 	const struct kvk_quant fixed = fast_fixed<E4M3, TOKEN>(p.ap.a.pages.scales, pl);
 	const struct enter_weights w = weights_read(weight, l);
 	struct append_place at;
@@ -300,28 +329,33 @@ __global__ void __launch_bounds__(32 * ENTER_GQA_WARPS)
 	uint4 normed;
 	u8 *part;
 
-	dev_grid_launch();
 	dev_grid_wait();
-	fast_read<LANES, 1>(x,
-			    is_q ? p.q.from + (size_t)t * p.q.from_token +
-					    (size_t)h * p.q.from_head
-				 : append_src(p.ap, t, plane, LANES * 8),
-			    in);
-	turn = turn_read<LANES>(p, l, turn_row(p, in ? t : 0), is_q || is_k);
-	place_find(p.ap, is_q ? p.ap.a.batch.nr_tokens : t, &at);
+	fast_read<LANES, 1>(x, append_src(p.ap, t, plane, LANES * 8), in);
+	turn = turn_read<LANES>(p, l, turn_row(p, in ? t : 0), plane % 2 == 0);
+	place_find(p.ap, in ? t : p.ap.a.batch.nr_tokens, &at);
 	normed = scaled(x.v[0], w,
-			norm_inverse(squares<LANES>(x.v[0]), LANES * 8,
-				     is_q ? p.q_eps : p.k_eps));
+			norm_inverse(squares<LANES>(x.v[0]), LANES * 8, p.k_eps));
 	x.v[0] = rotated(p, weight ? normed : x.v[0], turn);
-	if (is_q && in)
-		((uint4 *)(p.q.to + (size_t)t * p.q.to_token +
-			   (size_t)h * p.q.to_head))[l] = x.v[0];
 	fast_encode<LANES, 1, E4M3, TOKEN>(coded, x, fixed);
 	part = place_part(p.ap, at);
 	if (!part)
 		return;
 	fast_store<LANES, 1, E4M3, TOKEN>(part, pl, at.slot, coded);
 	append_nan(p.ap, coded.nr_nan);
+}
+
+template <u32 LANES, bool E4M3, bool TOKEN>
+__global__ void __launch_bounds__(32 * ENTER_GQA_WARPS)
+	enter_gqa_kernel(const __grid_constant__ struct enter_params p)
+{
+	const u32 warp = threadIdx.x / 32;
+
+	dev_grid_launch();
+	if (blockIdx.x < p.key_ctas)
+		enter_keys<LANES, E4M3, TOKEN>(p, blockIdx.x * ENTER_GQA_WARPS + warp);
+	else
+		enter_queries<LANES, true>(
+			p, (blockIdx.x - p.key_ctas) * ENTER_GQA_WARPS + warp);
 }
 
 /* ---------------------------------------------------------------------------------- launcher */
@@ -440,31 +474,39 @@ static u32 enter_shape(const struct kvk_norm_rope_append_args *a, struct enter_p
 	return shape;
 }
 
-template <u32 LANES, bool E4M3, bool TOKEN>
-static void enter_gqa_launch(const struct enter_params &p, kvk_stream stream)
+static u32 ctas_of(u64 warps, u32 per)
 {
-	const u32 per = 32 / LANES, groups = (p.ap.nr_planes + p.q.nr + per - 1) / per;
-	const u64 warps = (u64)p.ap.a.batch.nr_tokens * groups;
+	return (u32)((warps + per - 1) / per);
+}
 
+template <u32 LANES, bool E4M3, bool TOKEN>
+static void enter_gqa_launch(struct enter_params &p, kvk_stream stream)
+{
+	const u64 nr = p.ap.a.batch.nr_tokens;
+
+	p.key_ctas = ctas_of(nr * key_warps(p, LANES), ENTER_GQA_WARPS);
 	DEV_LAUNCH_EARLY((enter_gqa_kernel<LANES, E4M3, TOKEN>),
-			 (u32)((warps + ENTER_GQA_WARPS - 1) / ENTER_GQA_WARPS),
+			 p.key_ctas +
+				 ctas_of(nr * query_warps(p.q, LANES), ENTER_GQA_WARPS),
 			 32 * ENTER_GQA_WARPS, stream, p);
 }
 
 template <bool E4M3, bool TOKEN>
-static void enter_launch(const struct enter_params &p, u32 shape, kvk_stream stream)
+static void enter_launch(struct enter_params &p, u32 shape, kvk_stream stream)
 {
-	const u32 nr = p.ap.a.batch.nr_tokens;
-	const u64 units = (u64)nr * p.q.nr, per = ENTER_MLA_WARPS * 4;
+	const u64 nr = p.ap.a.batch.nr_tokens;
 
-	if (shape == FAST_GQA64)
+	if (shape == FAST_GQA64) {
 		enter_gqa_launch<8, E4M3, TOKEN>(p, stream);
-	else if (shape == FAST_GQA128)
+	} else if (shape == FAST_GQA128) {
 		enter_gqa_launch<16, E4M3, TOKEN>(p, stream);
-	else
-		DEV_LAUNCH_EARLY((enter_mla_kernel<E4M3, TOKEN>),
-				 p.key_ctas + (u32)((units + per - 1) / per),
-				 32 * ENTER_MLA_WARPS, stream, p);
+	} else {
+		p.key_ctas = ctas_of(nr, ENTER_MLA_TOKENS);
+		DEV_LAUNCH_EARLY(
+			(enter_mla_kernel<E4M3, TOKEN>),
+			p.key_ctas + ctas_of(nr * query_warps(p.q, 8), ENTER_MLA_WARPS),
+			32 * ENTER_MLA_WARPS, stream, p);
+	}
 }
 
 int kvk_norm_rope_append_cuda(const struct kvk_norm_rope_append_args *a,
@@ -480,7 +522,6 @@ int kvk_norm_rope_append_cuda(const struct kvk_norm_rope_append_args *a,
 	shape = nr ? enter_shape(a, &p) : (u32)FAST_NONE;
 	if (shape == FAST_NONE)
 		return enter_parts(a, stream);
-	p.key_ctas = (nr + ENTER_MLA_TOKENS - 1) / ENTER_MLA_TOKENS;
 	if (a->append.pages.layout.dtype != KV_DTYPE_E4M3)
 		enter_launch<false, false>(p, shape, stream);
 	else if (a->append.pages.layout.scale_kind == KV_SCALE_TOKEN)
