@@ -14,7 +14,8 @@
  * is off by three units of 2^-24. So that product, rounded to 20 bits, is t exactly when x / s
  * is, and is on the same side of t when it is not. The scale itself goes the same way: amax /
  * 448 is a number of fp16 or 2^-14 away from one. Static scales are any float: there values near
- * a tie are divided (quant.cuh).
+ * a tie are divided (quant.cuh), and one is near when 2^-21 of it decides: x / s is off from x times
+ * 1 / s, both rounded, by three units of 2^-24.
  */
 #ifndef KVK_PLANE_FAST_CUH
 #define KVK_PLANE_FAST_CUH
@@ -184,42 +185,54 @@ fast_encode_odd(struct fast_coded<CHUNKS> *r, const struct fast_values<CHUNKS> *
 	}
 }
 
-/*
- * As kvk_quant_near(), but few of the smallest codes: with 2^-6 added, ties between them lie where
- * those of the next larger ones do.
- */
-KVK_DEV bool fast_near(float v)
+/* @sum, not 0 any more when either one is no number or infinite. */
+KVK_DEV float fast_zero(float sum, float lo, float hi)
 {
-	float m = kvk_absf(v);
-
-	m = m < 0x1p-6f ? m + 0x1p-6f : m;
-	return (kvk_f32_bits(m) & 0xfffffu) - 0x7fff8u <= 16u || !(m <= INFINITY);
+	return fmaf(lo, 0.0f, fmaf(hi, 0.0f, sum));
 }
 
-/* Codes of a lane's values, from products; false: one of them wants a division. */
-template <u32 CHUNKS, bool TOKEN>
-KVK_DEV bool fast_codes(struct fast_coded<CHUNKS> &r, const struct fast_values<CHUNKS> &x,
-			const struct kvk_quant &q)
+/* Codes of a lane's values by a token's scale, whose inverse is @inverse. */
+template <u32 CHUNKS>
+KVK_DEV void fast_codes_token(struct fast_coded<CHUNKS> &r,
+			      const struct fast_values<CHUNKS> &x, float inverse)
 {
-	bool near = !TOKEN && !q.quick;
+#pragma unroll
+	for (u32 i = 0; i < CHUNKS * 4; i++) {
+		const u32 w = fast_word(x.v[i / 4], i % 4);
+		const u32 two = arch_f32_e4m3(
+			fast_snap(kvk_bf16_to_f32((u16)w) * inverse),
+			fast_snap(kvk_bf16_to_f32((u16)(w >> 16)) * inverse));
+
+		r.w[i / 2] = i % 2 ? r.w[i / 2] | two << 16 : two;
+	}
+}
+
+/*
+ * By a static scale: any float. What is a little below the quotient and what is a little above it
+ * have the same code, which then is the quotient's; if not, false: a tie is near, or no number.
+ */
+template <u32 CHUNKS>
+KVK_DEV bool fast_codes_static(struct fast_coded<CHUNKS> &r,
+			       const struct fast_values<CHUNKS> &x,
+			       const struct kvk_quant &q)
+{
+	const float below = q.inverse * (1.0f - 0x1p-21f);
+	const float above = q.inverse * (1.0f + 0x1p-21f);
+	float zero = 0.0f;
+	u32 other = 0;
 
 #pragma unroll
 	for (u32 i = 0; i < CHUNKS * 4; i++) {
 		const u32 w = fast_word(x.v[i / 4], i % 4);
-		float lo = kvk_bf16_to_f32((u16)w) * q.inverse;
-		float hi = kvk_bf16_to_f32((u16)(w >> 16)) * q.inverse;
-		u32 two;
+		const float lo = kvk_bf16_to_f32((u16)w);
+		const float hi = kvk_bf16_to_f32((u16)(w >> 16));
+		const u32 two = arch_f32_e4m3(lo * below, hi * below);
 
-		if (TOKEN) {
-			lo = fast_snap(lo);
-			hi = fast_snap(hi);
-		} else {
-			near |= fast_near(lo) | fast_near(hi);
-		}
-		two = arch_f32_e4m3(lo, hi);
+		other |= two ^ arch_f32_e4m3(lo * above, hi * above);
+		zero = fast_zero(zero, lo, hi);
 		r.w[i / 2] = i % 2 ? r.w[i / 2] | two << 16 : two;
 	}
-	return !near;
+	return q.quick && !other && zero == 0.0f;
 }
 
 /**
@@ -238,7 +251,6 @@ KVK_DEV void fast_encode(struct fast_coded<CHUNKS> &r,
 	r.scale = 0;
 	if (TOKEN) {
 		const u32 top = fast_lanes_max<LANES>(fast_top(x));
-		struct kvk_quant q = {};
 
 		/* planes of zeros: any scale of ordinary size gives their codes */
 		plain = __ballot_sync(~0u, top && top - FAST_PLAIN_MIN >=
@@ -247,10 +259,9 @@ KVK_DEV void fast_encode(struct fast_coded<CHUNKS> &r,
 		r.scale = fast_f16_up(
 			fast_snap(kvk_bf16_to_f32((u16)top) * (1.0f / KVK_E4M3_MAX)));
 		r.scale = top ? r.scale : KVK_F16_ONE;
-		q.inverse = fast_inverse(kvk_f16_to_f32(r.scale));
-		fast_codes<CHUNKS, true>(r, x, q);
+		fast_codes_token<CHUNKS>(r, x, fast_inverse(kvk_f16_to_f32(r.scale)));
 	} else if (E4M3) {
-		plain = fast_codes<CHUNKS, false>(r, x, fixed);
+		plain = fast_codes_static<CHUNKS>(r, x, fixed);
 	} else {
 		plain = fast_top(x) <= 0x7f80u;
 #pragma unroll
