@@ -18,7 +18,7 @@
 #define WIDE_RUNS    (WIDE_CTAS * WIDE_WARPS)
 #define WIDE_FEW     4096u  /* logits that are worth a CTA */
 #define WIDE_MOST    20480u /* logits of a CTA: two CTAs on an SM */
-#define WIDE_AT_ONCE 264u   /* CTAs: two an SM */
+#define WIDE_AT_ONCE 216u   /* CTAs: two an SM, where their clusters find room in a GPC */
 #define WIDE_BINS    1024u
 #define WIDE_FINE    32.0f /* bins of a factor e */
 #define WIDE_PARTS   256u
