@@ -115,6 +115,7 @@ HOOK(moe_bf16, kvk_moe_args)
 HOOK(linear, kvk_linear_args)
 HOOK(norm, kvk_norm_args)
 HOOK(rope, kvk_rope_args)
+HOOK(norm_rope_append, kvk_norm_rope_append_args)
 HOOK(silu, kvk_silu_args)
 HOOK(sample, kvk_sample_args)
 HOOK(page_move, kvk_move_args)
@@ -143,6 +144,7 @@ static const struct kvk_ops guard_kernels = {
 	.linear = guard_linear,
 	.norm = guard_norm,
 	.rope = guard_rope,
+	.norm_rope_append = guard_norm_rope_append,
 	.silu = guard_silu,
 	.sample = guard_sample,
 	.page_move = guard_page_move,
