@@ -33,7 +33,8 @@ int kvk_moe_bf16_ref(const struct kvk_moe_args *a, kvk_stream stream);
 int kvk_linear_ref(const struct kvk_linear_args *a, kvk_stream stream);
 int kvk_norm_ref(const struct kvk_norm_args *a, kvk_stream stream);
 int kvk_rope_ref(const struct kvk_rope_args *a, kvk_stream stream);
-int kvk_norm_rope_append_ref(const struct kvk_norm_rope_append_args *a, kvk_stream stream);
+int kvk_norm_rope_append_ref(const struct kvk_norm_rope_append_args *a,
+			     kvk_stream stream);
 int kvk_silu_ref(const struct kvk_silu_args *a, kvk_stream stream);
 int kvk_sample_ref(const struct kvk_sample_args *a, kvk_stream stream);
 int kvk_page_move_ref(const struct kvk_move_args *a, kvk_stream stream);
