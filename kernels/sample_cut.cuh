@@ -10,11 +10,12 @@
 /* --------------------------------------------------------------------- 2. all mass; the bracket */
 
 /* The sum of all masses; by warp in part.warp_mass, and counted in part.count if @bins. */
-KVK_DEV u64 wide_total(struct wide_shared &sh, const struct wide_row &row, bool bins)
+template <u32 W>
+KVK_DEV u64 wide_total(struct wide_shared<W> &sh, const struct wide_row &row, bool bins)
 {
 	u64 mass = 0, none = 0;
 
-	for (u32 b = threadIdx.x; b < WIDE_BINS; b += WIDE_THREADS)
+	for (u32 b = threadIdx.x; b < WIDE_BINS; b += W * 32)
 		sh.part.count[b] = 0;
 	__syncthreads();
 	wide_each(row, [&](float v, u32, u32) {
@@ -53,21 +54,25 @@ KVK_DEV float wide_scan(float *by_warp, float v)
  * sh.first .. sh.last: bins between which the cut is, if bounds hold. By the likeliest mass that its
  * logits can have a bin may end @want at the earliest, by the least at the latest.
  */
-KVK_DEV void wide_bracket(struct wide_shared &sh, const struct wide_row &row, u64 want)
+template <u32 W>
+KVK_DEV void wide_bracket(struct wide_shared<W> &sh, const struct wide_row &row, u64 want)
 {
 	const float target = (float)want / row.unit, fall = expf(-1.0f / WIDE_FINE);
-	const u32 b = threadIdx.x * 2;
+	const u32 per = WIDE_BINS / (W * 32), b = threadIdx.x * per; /* 2 or 1 */
 	const float n0 = (float)wide_sum32(&sh.part.count[b], row.ctas);
-	const float n1 = (float)wide_sum32(&sh.part.count[b + 1], row.ctas);
+	const float n1 =
+		per == 2 ? (float)wide_sum32(&sh.part.count[b + 1], row.ctas) : 0;
 	const float m = expf(-(float)b / WIDE_FINE);
+	/* the last bin has all that is less likely */
 	const float most1 = n1 * m * fall,
-		    least1 = b + 1 == WIDE_BINS - 1 ? 0 : most1 * fall;
+		    least1 = b + per == WIDE_BINS ? 0 : most1 * fall,
+		    least0 = b + 1 == WIDE_BINS ? 0 : n0 * m * fall;
 	float most, least;
 
 	if (threadIdx.x == 0)
 		sh.first = sh.last = WIDE_BINS - 1;
 	most = wide_scan(sh.w32[0], n0 * m + most1) * (1 + WIDE_SLACK);
-	least = wide_scan(sh.w32[1], n0 * m * fall + least1) * (1 - WIDE_SLACK);
+	least = wide_scan(sh.w32[1], least0 + least1) * (1 - WIDE_SLACK);
 	if (most >= target)
 		atomicMin(&sh.first,
 			  most - most1 * (1 + WIDE_SLACK) >= target ? b : b + 1);
@@ -79,7 +84,8 @@ KVK_DEV void wide_bracket(struct wide_shared &sh, const struct wide_row &row, u6
 /* ------------------------------------------------------------------------------- 3. 4. the cut */
 
 /* Bits of the logits in bins first .. last, their keys, and the exact mass above. Is the cut there? */
-KVK_DEV bool wide_enter(struct wide_shared &sh, struct wide_row &row,
+template <u32 W>
+KVK_DEV bool wide_enter(struct wide_shared<W> &sh, struct wide_row &row,
 			struct wide_cut &cut, u32 first, u32 last)
 {
 	u64 above = 0, inside = 0;
@@ -126,7 +132,8 @@ KVK_DEV bool wide_enter(struct wide_shared &sh, struct wide_row &row,
 }
 
 /* By warp 0: the largest of the parts with which @above reaches @want. */
-KVK_DEV void wide_choose(struct wide_shared &sh, const struct wide_cut &cut)
+template <u32 W>
+KVK_DEV void wide_choose(struct wide_shared<W> &sh, const struct wide_cut &cut)
 {
 	const u32 top = WIDE_PARTS - 1 - threadIdx.x * 8;
 	u64 own = 0, sum;
@@ -159,7 +166,8 @@ KVK_DEV void wide_add(u64 *p, u64 v)
 }
 
 /* cut.lo becomes the key of the cut, cut.above the mass of larger ones. */
-KVK_DEV void wide_narrow(struct wide_shared &sh, const struct wide_row &row,
+template <u32 W>
+KVK_DEV void wide_narrow(struct wide_shared<W> &sh, const struct wide_row &row,
 			 struct wide_cut &cut)
 {
 	/* a bracket of equal logits is narrow enough */
@@ -170,7 +178,7 @@ KVK_DEV void wide_narrow(struct wide_shared &sh, const struct wide_row &row,
 		u64 *mass = sh.part.mass[round % 2], own = 0;
 		u32 at = 0;
 
-		for (u32 b = threadIdx.x; b < WIDE_PARTS; b += WIDE_THREADS)
+		for (u32 b = threadIdx.x; b < WIDE_PARTS; b += W * 32)
 			mass[b] = 0;
 		__syncthreads();
 		wide_inside(row, [&](float v, u32) {

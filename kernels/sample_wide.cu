@@ -22,7 +22,8 @@
 /* ------------------------------------------------------------------------ 1. load; the largest */
 
 /* The CTA's part of the row to shared memory, and the best of it. *ret_bad: a NaN is there. */
-KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared &sh,
+template <u32 W>
+KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared<W> &sh,
 		       const struct wide_row &row, float *mine, struct wide_best *ret)
 {
 	const float *src = p.s.a.logits + (size_t)(blockIdx.x / p.ctas) * row.vocab;
@@ -59,13 +60,14 @@ KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared &sh,
 		sh.wid[warp] = id;
 	}
 	ret->bad = __syncthreads_or(bad) != 0;
-	ret->top = lane < WIDE_WARPS ? sh.w32[0][lane] : -INFINITY;
-	ret->id = lane < WIDE_WARPS ? sh.wid[lane] : ~0u;
+	ret->top = lane < W ? sh.w32[0][lane] : -INFINITY;
+	ret->id = lane < W ? sh.wid[lane] : ~0u;
 	wide_warp_best(ret->top, ret->id);
 }
 
 /* What all CTAs found: row.max, its id, and whether the row has a NaN. */
-KVK_DEV void wide_all_best(struct wide_shared &sh, struct wide_row &row,
+template <u32 W>
+KVK_DEV void wide_all_best(struct wide_shared<W> &sh, struct wide_row &row,
 			   struct wide_best *b)
 {
 	if (threadIdx.x == 0)
@@ -84,7 +86,8 @@ KVK_DEV void wide_all_best(struct wide_shared &sh, struct wide_row &row,
 }
 
 /* Sum of exp(logit - max), always in the same order; thread 0's is whole. */
-KVK_DEV double wide_exp_sum(struct wide_shared &sh, const struct wide_row &row)
+template <u32 W>
+KVK_DEV double wide_exp_sum(struct wide_shared<W> &sh, const struct wide_row &row)
 {
 	float sum = 0;
 	double all = 0;
@@ -96,7 +99,7 @@ KVK_DEV double wide_exp_sum(struct wide_shared &sh, const struct wide_row &row)
 	__syncthreads();
 	if (threadIdx.x == 0) {
 		sum = 0;
-		for (u32 w = 0; w < WIDE_WARPS; w++)
+		for (u32 w = 0; w < W; w++)
 			sum += sh.w32[1][w];
 		sh.part.sum = sum;
 	}
@@ -126,7 +129,8 @@ template <class T> KVK_DEV T wide_before(T v)
  * sh.place: the run in which the draw's target lies. @cut.want 0: everything is kept, and nothing
  * is at the cut. All threads; 128 words of others at once, then one warp.
  */
-KVK_DEV void wide_find(struct wide_shared &sh, const struct wide_row &row,
+template <u32 W>
+KVK_DEV void wide_find(struct wide_shared<W> &sh, const struct wide_row &row,
 		       const struct wide_cut &cut, u64 total, u64 one, u64 seed)
 {
 	const u32 t = threadIdx.x;
@@ -134,14 +138,10 @@ KVK_DEV void wide_find(struct wide_shared &sh, const struct wide_row &row,
 	u32 take[4], cuts = 0, at, over;
 
 	if (t < WIDE_RUNS) {
-		const bool there = t / WIDE_WARPS < row.ctas;
+		const bool there = t / W < row.ctas;
 
-		sh.all_mass[t] = there ? wide_get64(&sh.part.warp_mass[t % WIDE_WARPS],
-						    t / WIDE_WARPS)
-				       : 0;
-		sh.all_cut[t] = there ? wide_get32(&sh.part.warp_cut[t % WIDE_WARPS],
-						   t / WIDE_WARPS)
-				      : 0;
+		sh.all_mass[t] = there ? wide_get64(&sh.part.warp_mass[t % W], t / W) : 0;
+		sh.all_cut[t] = there ? wide_get32(&sh.part.warp_cut[t % W], t / W) : 0;
 	}
 	__syncthreads();
 	if (t < 32) {
@@ -199,7 +199,8 @@ KVK_DEV u64 wide_four(const struct wide_row &row, const float *logits, u32 id, u
 }
 
 /* The id, by the CTA that has the run: a warp for each of its steps. @run: its first logit */
-KVK_DEV u32 wide_walk(struct wide_shared &sh, const struct wide_row &row,
+template <u32 W>
+KVK_DEV u32 wide_walk(struct wide_shared<W> &sh, const struct wide_row &row,
 		      struct wide_place at, const float *run, u32 id0, u32 cut, u64 one,
 		      bool all)
 {
@@ -258,8 +259,9 @@ KVK_DEV u32 wide_walk(struct wide_shared &sh, const struct wide_row &row,
 }
 
 /* Finds cut and draw; writes the id. */
-KVK_DEV u32 wide_draw(struct wide_shared &sh, struct wide_row &row, float top_p, u64 seed,
-		      const float *slice)
+template <u32 W>
+KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, struct wide_row &row, float top_p,
+		      u64 seed, const float *slice)
 {
 	const u32 run = row.steps * WIDE_STEP, rank = blockIdx.x % row.ctas;
 	const bool all = !(top_p < 1.0f);
@@ -291,16 +293,18 @@ KVK_DEV u32 wide_draw(struct wide_shared &sh, struct wide_row &row, float top_p,
 	}
 	tile_cluster_sync();
 	wide_find(sh, row, cut, total, one, seed);
-	if (sh.place.run / WIDE_WARPS != rank)
+	if (sh.place.run / W != rank)
 		return ~0u;
-	return wide_walk(sh, row, sh.place, slice + sh.place.run % WIDE_WARPS * run,
+	return wide_walk(sh, row, sh.place, slice + sh.place.run % W * run,
 			 sh.place.run * run, cut.lo, one, all);
 }
 
 /* ---------------------------------------------------------------------------------- greedy rows */
 
 /* Sum of exp(logit - @top) over the CTA's logits, in warp 0. */
-KVK_DEV float wide_cta_sum(struct wide_shared &sh, const struct wide_row &row, float top)
+template <u32 W>
+KVK_DEV float wide_cta_sum(struct wide_shared<W> &sh, const struct wide_row &row,
+			   float top)
 {
 	float sum = 0;
 
@@ -310,14 +314,15 @@ KVK_DEV float wide_cta_sum(struct wide_shared &sh, const struct wide_row &row, f
 	if (threadIdx.x % 32 == 0)
 		sh.w32[1][threadIdx.x / 32] = sum;
 	__syncthreads();
-	return dev_warp_sum(threadIdx.x < WIDE_WARPS ? sh.w32[1][threadIdx.x] : 0.0f);
+	return dev_warp_sum(threadIdx.x < W ? sh.w32[1][threadIdx.x] : 0.0f);
 }
 
 /*
  * The largest logit's id, in one exchange: each CTA puts what it found into the first one's shared
  * memory and leaves. Behind wide_arrive() of all threads.
  */
-KVK_DEV void wide_greedy(const struct wide_params &p, struct wide_shared &sh,
+template <u32 W>
+KVK_DEV void wide_greedy(const struct wide_params &p, struct wide_shared<W> &sh,
 			 struct wide_row &row, struct wide_best b)
 {
 	const struct kvk_sample_args &a = p.s.a;
@@ -356,12 +361,13 @@ KVK_DEV void wide_greedy(const struct wide_params &p, struct wide_shared &sh,
 
 /* ------------------------------------------------------------------------------------ kernel */
 
-__global__ void __launch_bounds__(WIDE_THREADS, 2)
+template <u32 W>
+__global__ void __launch_bounds__(W * 32, 32 / W)
 	sample_wide_kernel(const __grid_constant__ struct wide_params p)
 {
 	extern __shared__ __align__(16) u8 wide_smem[];
-	struct wide_shared &sh = *(struct wide_shared *)wide_smem;
-	float *slice = (float *)(wide_smem + sizeof(struct wide_shared));
+	struct wide_shared<W> &sh = *(struct wide_shared<W> *)wide_smem;
+	float *slice = (float *)(wide_smem + sizeof(struct wide_shared<W>));
 	const struct kvk_sample_args &a = p.s.a;
 	const u32 r = blockIdx.x / p.ctas, run = p.steps * WIDE_STEP;
 	const u32 warp = threadIdx.x / 32, mine = warp * run + threadIdx.x % 32 * 4;
@@ -379,7 +385,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 2)
 	row.ctas = p.ctas;
 	row.steps = p.steps;
 	row.logits = slice + mine;
-	row.id = blockIdx.x % p.ctas * WIDE_WARPS * run + mine;
+	row.id = blockIdx.x % p.ctas * W * run + mine;
 	row.temperature = a.temperature[r];
 	top_p = a.top_p[r];
 	wide_load(p, sh, row, slice + mine, &best);
@@ -417,11 +423,41 @@ __global__ void __launch_bounds__(WIDE_THREADS, 2)
 	tile_cluster_sync(); /* nobody leaves while its memory is read */
 }
 
+template <u32 W> static int wide_launch(const struct wide_params &p, kvk_stream stream)
+{
+	cudaLaunchAttribute attr[2] = {};
+	cudaLaunchConfig_t cfg = {};
+
+	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr[0].val.programmaticStreamSerializationAllowed = 1;
+	attr[1].id = cudaLaunchAttributeClusterDimension;
+	attr[1].val.clusterDim.x = p.ctas;
+	attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
+	cfg.gridDim = dim3(p.s.a.nr_rows * p.ctas);
+	cfg.blockDim = dim3(W * 32);
+	cfg.dynamicSmemBytes =
+		sizeof(struct wide_shared<W>) + (size_t)p.steps * W * WIDE_STEP * 4;
+	cfg.stream = (cudaStream_t)stream;
+	cfg.attrs = attr;
+	cfg.numAttrs = 2;
+	if (cudaFuncSetAttribute((const void *)sample_wide_kernel<W>,
+				 cudaFuncAttributeMaxDynamicSharedMemorySize,
+				 (int)cfg.dynamicSmemBytes) != cudaSuccess) {
+		(void)cudaGetLastError();
+		return -ENOSPC;
+	}
+	return cudaLaunchKernelEx(&cfg, sample_wide_kernel<W>, p) ? -EIO : 0;
+}
+
+/* Steps of a warp. */
+static u32 wide_steps(u32 vocab, u32 warps)
+{
+	return (vocab - 1) / (warps * WIDE_STEP) + 1;
+}
+
 int kvk_sample_wide(const struct sample_params *s, kvk_stream stream)
 {
 	struct wide_params p = {*s, 1, 0};
-	cudaLaunchAttribute attr[2] = {};
-	cudaLaunchConfig_t cfg = {};
 	int dev, major;
 
 	if (cudaGetDevice(&dev) != cudaSuccess ||
@@ -433,26 +469,14 @@ int kvk_sample_wide(const struct sample_params *s, kvk_stream stream)
 				      (s->a.vocab > p.ctas * WIDE_FEW &&
 				       s->a.nr_rows * p.ctas * 2 <= WIDE_AT_ONCE)))
 		p.ctas *= 2;
-	p.steps = (s->a.vocab - 1) / (p.ctas * WIDE_WARPS * WIDE_STEP) + 1;
+	p.steps = wide_steps(s->a.vocab, p.ctas * 16);
 	if (major != 9 || p.steps > WIDE_STEPS || s->a.nr_rows > INT32_MAX / WIDE_CTAS)
 		return -ENOSPC;
-	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-	attr[0].val.programmaticStreamSerializationAllowed = 1;
-	attr[1].id = cudaLaunchAttributeClusterDimension;
-	attr[1].val.clusterDim.x = p.ctas;
-	attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
-	cfg.gridDim = dim3(s->a.nr_rows * p.ctas);
-	cfg.blockDim = dim3(WIDE_THREADS);
-	cfg.dynamicSmemBytes =
-		sizeof(struct wide_shared) + (size_t)p.steps * WIDE_WARPS * WIDE_STEP * 4;
-	cfg.stream = (cudaStream_t)stream;
-	cfg.attrs = attr;
-	cfg.numAttrs = 2;
-	if (cudaFuncSetAttribute((const void *)sample_wide_kernel,
-				 cudaFuncAttributeMaxDynamicSharedMemorySize,
-				 (int)cfg.dynamicSmemBytes) != cudaSuccess) {
-		(void)cudaGetLastError();
-		return -ENOSPC;
-	}
-	return cudaLaunchKernelEx(&cfg, sample_wide_kernel, p) ? -EIO : 0;
+	/* many long rows: clusters of four whole SMs, of which more find room at once */
+	if (s->a.nr_rows * p.ctas <= WIDE_AT_ONCE || p.ctas < WIDE_CTAS ||
+	    wide_steps(s->a.vocab, 4 * 32) > WIDE_BIG_STEPS)
+		return wide_launch<16>(p, stream);
+	p.ctas = 4;
+	p.steps = wide_steps(s->a.vocab, 4 * 32);
+	return wide_launch<32>(p, stream);
 }

@@ -9,21 +9,20 @@
 #include "kernels/sample.cuh"
 #include "kernels/tile_ptx.cuh"
 
-#define WIDE_THREADS 512u
-#define WIDE_WARPS   (WIDE_THREADS / 32)
-#define WIDE_STEP    128u /* logits a warp takes at once */
-#define WIDE_STEPS   16u  /* 64 logits of a thread: a bit each */
-#define WIDE_ILP     5u	  /* steps on their way at once */
-#define WIDE_CTAS    8u
-#define WIDE_RUNS    (WIDE_CTAS * WIDE_WARPS)
-#define WIDE_FEW     4096u  /* logits that are worth a CTA */
-#define WIDE_MOST    20480u /* logits of a CTA: two CTAs on an SM */
-#define WIDE_AT_ONCE 216u   /* CTAs: two an SM, where their clusters find room in a GPC */
-#define WIDE_BINS    1024u
-#define WIDE_FINE    32.0f /* bins of a factor e */
-#define WIDE_PARTS   256u
-#define WIDE_ROUNDS  4u
-#define WIDE_SLACK   0.001f /* of a bound: more than float sums are wrong by */
+#define WIDE_STEP      128u /* logits a warp takes at once */
+#define WIDE_STEPS     16u  /* 64 logits of a thread: a bit each */
+#define WIDE_BIG_STEPS 13u  /* what fits an SM's memory with 32 warps */
+#define WIDE_ILP       5u   /* steps on their way at once */
+#define WIDE_CTAS      8u
+#define WIDE_RUNS      128u   /* warps of a cluster */
+#define WIDE_FEW       4096u  /* logits that are worth a CTA */
+#define WIDE_MOST      20480u /* logits of a CTA: two CTAs on an SM */
+#define WIDE_AT_ONCE   216u /* CTAs: two an SM, where their clusters find room in a GPC */
+#define WIDE_BINS      1024u
+#define WIDE_FINE      32.0f /* bins of a factor e */
+#define WIDE_PARTS     256u
+#define WIDE_ROUNDS    4u
+#define WIDE_SLACK     0.001f /* of a bound: more than float sums are wrong by */
 
 /* The largest logit of a CTA's part, its smallest id; NaN; sum of exp(logit - top). */
 struct __align__(16) wide_best
@@ -35,7 +34,7 @@ struct __align__(16) wide_best
 };
 
 /* Read by the other CTAs behind the barrier that follows its writing, and not written again. */
-struct wide_part {
+template <u32 W> struct wide_part {
 	struct wide_best best;
 	u32 key_min;
 	u32 key_max;
@@ -43,8 +42,8 @@ struct wide_part {
 	u64 total;
 	u64 above;
 	u64 inside;
-	u64 warp_mass[WIDE_WARPS]; /* above the cut */
-	u32 warp_cut[WIDE_WARPS];  /* logits at the cut */
+	u64 warp_mass[W]; /* above the cut */
+	u32 warp_cut[W];  /* logits at the cut */
 	u32 count[WIDE_BINS];
 	u64 mass[2]
 		[WIDE_PARTS]; /* of a round and of the next: two are enough between barriers */
@@ -57,17 +56,17 @@ struct wide_place {
 	u32 run;    /* of the cluster's warps */
 };
 
-struct __align__(16) wide_shared
+template <u32 W> struct __align__(16) wide_shared
 {
-	struct wide_part part;
+	struct wide_part<W> part;
 	struct wide_best best[WIDE_CTAS]; /* greedy: the first CTA's, written by all */
 	u64 all_mass[WIDE_RUNS];
 	u32 all_cut[WIDE_RUNS];
 	struct wide_place place;
 	u64 bins[WIDE_PARTS];
-	u64 w64[2][WIDE_WARPS];
-	float w32[2][WIDE_WARPS];
-	u32 wid[WIDE_WARPS];
+	u64 w64[2][W];
+	float w32[2][W];
+	u32 wid[W];
 	u32 first;
 	u32 last;
 	u32 chosen;
@@ -255,7 +254,8 @@ KVK_DEV u32 wide_bin(const struct wide_row &row, float logit)
 }
 
 /* Sums of a and b over the CTA, in every thread of warp 0 only; a's by warp to @by_warp. */
-KVK_DEV void wide_sums(struct wide_shared &sh, u64 &a, u64 &b, u64 *by_warp)
+template <u32 W>
+KVK_DEV void wide_sums(struct wide_shared<W> &sh, u64 &a, u64 &b, u64 *by_warp)
 {
 	const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -269,8 +269,8 @@ KVK_DEV void wide_sums(struct wide_shared &sh, u64 &a, u64 &b, u64 *by_warp)
 			by_warp[warp] = a;
 	}
 	__syncthreads();
-	a = dev_warp_sum(lane < WIDE_WARPS ? sh.w64[0][lane] : 0);
-	b = dev_warp_sum(lane < WIDE_WARPS ? sh.w64[1][lane] : 0);
+	a = dev_warp_sum(lane < W ? sh.w64[0][lane] : 0);
+	b = dev_warp_sum(lane < W ? sh.w64[1][lane] : 0);
 }
 
 #endif /* KVK_SAMPLE_WIDE_CUH */
