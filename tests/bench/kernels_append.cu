@@ -290,11 +290,11 @@ static int key_lines(struct kvb_ctx *ctx)
 	static const struct key_shape s[] = {{"mla fp8, 8 heads", KV_LAYOUT_MLA, 8, 0},
 					     {"mla fp8, 64 heads", KV_LAYOUT_MLA, 64, 0},
 					     {"gqa fp8 96/8", KV_LAYOUT_GQA, 96, 128}};
-	static const uint32_t counts[] = {1, 16, 64, 256};
+	static const uint32_t counts[] = {1, 16, 64, 256, 4096};
 	int r = 0;
 
 	for (size_t i = 0; i < sizeof(s) / sizeof(s[0]); i++)
-		for (uint32_t k = 0; k < 8 && !r; k++)
+		for (uint32_t k = 0; k < 10 && !r; k++)
 			r = key_line(ctx, &s[i], counts[k / 2], k % 2 == 0);
 	return r;
 }
