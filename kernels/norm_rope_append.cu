@@ -20,7 +20,9 @@
 #define ENTER_MLA_TOKENS \
 	4u /* of a CTA: a warp for each one's latent, one for all ropes */
 #define ENTER_MLA_WARPS (ENTER_MLA_TOKENS + 1)
-#define ENTER_Q		4u /* heads of q that a lane takes: one row of cosines for all */
+#define ENTER_Q		4u /* heads of q that a lane takes of many: one row of cosines for all */
+#define ENTER_GQA_MANY	33u /* tokens from which it does; of fewer it takes one */
+#define ENTER_MLA_MANY	1024u
 
 /* Heads of q: where they are, and where they go. */
 struct enter_heads {
@@ -181,31 +183,32 @@ KVK_DEV const float *turn_row(const struct enter_params &p, u32 t)
 
 /* ---------------------------------------------------------------------------------- queries */
 
-/* Warps that the queries of a token take. */
+/* Warps that the queries of a token take, @heads of a lane. */
 static __host__ __device__ __forceinline__ u32 query_warps(const struct enter_heads &q,
-							   u32 lanes)
+							   u32 lanes, u32 heads)
 {
-	const u32 per = 32 / lanes * ENTER_Q;
+	const u32 per = 32 / lanes * heads;
 
 	return (q.nr + per - 1) / per;
 }
 
-/* The queries of a token of which @warp is one of the warps. NORM: heads are LANES * 8 values. */
-template <u32 LANES, bool NORM>
+/* The queries of a token of which @warp is one of the warps. Q heads of a lane; NORM: heads are
+ * LANES * 8 values. */
+template <u32 LANES, u32 Q, bool NORM>
 KVK_DEV void enter_queries(const struct enter_params &p, u32 warp)
 {
-	const u32 warps = query_warps(p.q, LANES), t = warp / warps,
+	const u32 warps = query_warps(p.q, LANES, Q), t = warp / warps,
 		  l = threadIdx.x % LANES;
-	const u32 h0 = warp % warps * (32 / LANES * ENTER_Q) + threadIdx.x % 32 / LANES;
+	const u32 h0 = warp % warps * (32 / LANES * Q) + threadIdx.x % 32 / LANES;
 	const bool in = t < p.ap.a.batch.nr_tokens;
 	const bool norm = NORM && p.q_weight;
 	const struct enter_weights w = weights_read(norm ? p.q_weight : NULL, l);
-	struct fast_values<1> x[ENTER_Q];
+	struct fast_values<1> x[Q];
 	struct enter_turn turn;
 
 	dev_grid_wait();
 #pragma unroll
-	for (u32 k = 0; k < ENTER_Q; k++) {
+	for (u32 k = 0; k < Q; k++) {
 		const u32 h = h0 + k * (32 / LANES);
 
 		fast_read<LANES, 1>(x[k],
@@ -215,7 +218,7 @@ KVK_DEV void enter_queries(const struct enter_params &p, u32 warp)
 	}
 	turn = turn_read<LANES>(p, l, turn_row(p, in ? t : 0), true);
 #pragma unroll
-	for (u32 k = 0; k < ENTER_Q; k++) {
+	for (u32 k = 0; k < Q; k++) {
 		const u32 h = h0 + k * (32 / LANES);
 		uint4 v = x[k].v[0];
 
@@ -285,7 +288,7 @@ KVK_DEV void enter_key_rope(const struct enter_params &p, u32 t)
 	append_nan(p.ap, coded.nr_nan);
 }
 
-template <bool E4M3, bool TOKEN>
+template <u32 Q, bool E4M3, bool TOKEN>
 __global__ void __launch_bounds__(32 * ENTER_MLA_WARPS)
 	enter_mla_kernel(const __grid_constant__ struct enter_params p)
 {
@@ -293,8 +296,8 @@ __global__ void __launch_bounds__(32 * ENTER_MLA_WARPS)
 
 	dev_grid_launch();
 	if (blockIdx.x >= p.key_ctas)
-		enter_queries<8, false>(p, (blockIdx.x - p.key_ctas) * ENTER_MLA_WARPS +
-						   warp);
+		enter_queries<8, Q, false>(
+			p, (blockIdx.x - p.key_ctas) * ENTER_MLA_WARPS + warp);
 	else if (warp < ENTER_MLA_TOKENS)
 		enter_latent<E4M3, TOKEN>(p, t + warp);
 	else
@@ -344,7 +347,7 @@ KVK_DEV void enter_keys(const struct enter_params &p, u32 warp)
 	append_nan(p.ap, coded.nr_nan);
 }
 
-template <u32 LANES, bool E4M3, bool TOKEN>
+template <u32 LANES, u32 Q, bool E4M3, bool TOKEN>
 __global__ void __launch_bounds__(32 * ENTER_GQA_WARPS)
 	enter_gqa_kernel(const __grid_constant__ struct enter_params p)
 {
@@ -354,7 +357,7 @@ __global__ void __launch_bounds__(32 * ENTER_GQA_WARPS)
 	if (blockIdx.x < p.key_ctas)
 		enter_keys<LANES, E4M3, TOKEN>(p, blockIdx.x * ENTER_GQA_WARPS + warp);
 	else
-		enter_queries<LANES, true>(
+		enter_queries<LANES, Q, true>(
 			p, (blockIdx.x - p.key_ctas) * ENTER_GQA_WARPS + warp);
 }
 
@@ -479,34 +482,49 @@ static u32 ctas_of(u64 warps, u32 per)
 	return (u32)((warps + per - 1) / per);
 }
 
-template <u32 LANES, bool E4M3, bool TOKEN>
+template <u32 LANES, u32 Q, bool E4M3, bool TOKEN>
 static void enter_gqa_launch(struct enter_params &p, kvk_stream stream)
 {
 	const u64 nr = p.ap.a.batch.nr_tokens;
+	const u32 q_ctas = ctas_of(nr * query_warps(p.q, LANES, Q), ENTER_GQA_WARPS);
 
 	p.key_ctas = ctas_of(nr * key_warps(p, LANES), ENTER_GQA_WARPS);
-	DEV_LAUNCH_EARLY((enter_gqa_kernel<LANES, E4M3, TOKEN>),
-			 p.key_ctas +
-				 ctas_of(nr * query_warps(p.q, LANES), ENTER_GQA_WARPS),
+	DEV_LAUNCH_EARLY((enter_gqa_kernel<LANES, Q, E4M3, TOKEN>), p.key_ctas + q_ctas,
 			 32 * ENTER_GQA_WARPS, stream, p);
 }
 
+template <u32 Q, bool E4M3, bool TOKEN>
+static void enter_mla_launch(struct enter_params &p, kvk_stream stream)
+{
+	const u64 nr = p.ap.a.batch.nr_tokens;
+	const u32 q_ctas = ctas_of(nr * query_warps(p.q, 8, Q), ENTER_MLA_WARPS);
+
+	p.key_ctas = ctas_of(nr, ENTER_MLA_TOKENS);
+	DEV_LAUNCH_EARLY((enter_mla_kernel<Q, E4M3, TOKEN>), p.key_ctas + q_ctas,
+			 32 * ENTER_MLA_WARPS, stream, p);
+}
+
+/*
+ * us, one and four heads of a lane: GQA 96/8 of 1 token 2.5, 3.0; 16 3.1, 3.2; 64 4.7, 4.6; 256 12.7,
+ * 10.7. MLA with 64 heads of 256 tokens 3.9, 4.1.
+ */
 template <bool E4M3, bool TOKEN>
 static void enter_launch(struct enter_params &p, u32 shape, kvk_stream stream)
 {
-	const u64 nr = p.ap.a.batch.nr_tokens;
+	const u32 nr = p.ap.a.batch.nr_tokens;
 
-	if (shape == FAST_GQA64) {
-		enter_gqa_launch<8, E4M3, TOKEN>(p, stream);
-	} else if (shape == FAST_GQA128) {
-		enter_gqa_launch<16, E4M3, TOKEN>(p, stream);
-	} else {
-		p.key_ctas = ctas_of(nr, ENTER_MLA_TOKENS);
-		DEV_LAUNCH_EARLY(
-			(enter_mla_kernel<E4M3, TOKEN>),
-			p.key_ctas + ctas_of(nr * query_warps(p.q, 8), ENTER_MLA_WARPS),
-			32 * ENTER_MLA_WARPS, stream, p);
-	}
+	if (shape == FAST_GQA64 && nr < ENTER_GQA_MANY)
+		enter_gqa_launch<8, 1, E4M3, TOKEN>(p, stream);
+	else if (shape == FAST_GQA64)
+		enter_gqa_launch<8, ENTER_Q, E4M3, TOKEN>(p, stream);
+	else if (shape == FAST_GQA128 && nr < ENTER_GQA_MANY)
+		enter_gqa_launch<16, 1, E4M3, TOKEN>(p, stream);
+	else if (shape == FAST_GQA128)
+		enter_gqa_launch<16, ENTER_Q, E4M3, TOKEN>(p, stream);
+	else if (nr < ENTER_MLA_MANY)
+		enter_mla_launch<1, E4M3, TOKEN>(p, stream);
+	else
+		enter_mla_launch<ENTER_Q, E4M3, TOKEN>(p, stream);
 }
 
 int kvk_norm_rope_append_cuda(const struct kvk_norm_rope_append_args *a,
