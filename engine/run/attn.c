@@ -110,8 +110,8 @@ static void note_amax(struct eng_engine *e, u32 layer)
 }
 
 /*
- * Norm, rotation and append of the step's tokens: @a but for the append. Context: behind the check,
- * joined or on its branch.
+ * Norm, rotation and append of the step's tokens: @a but for the append. Context: behind
+ * eng_check_join().
  */
 static int key_append(struct eng_engine *e, u32 layer,
 		      struct kvk_norm_rope_append_args *a)
@@ -164,10 +164,7 @@ static int attention(struct eng_engine *e, u32 layer, const void *q)
 				       : e->ops->attn_gqa(&a, e->mem->stream);
 }
 
-/*
- * To the page: (norm of kv's first part, the rest rotated); to q_abs: rotated q_rope. In a step of
- * decodes on the check's own branch, beside the query's way into the latent space.
- */
+/* To the page: (norm of kv's first part, the rest rotated); to q_abs: rotated q_rope. */
 static int mla_key(struct eng_engine *e, u32 layer)
 {
 	const struct eng_config *c = &e->m->config;
@@ -191,12 +188,9 @@ static int mla_key(struct eng_engine *e, u32 layer)
 		.k_rope = rope_args(e, &kv, &k_rope, 1),
 		.q_rope = rope_args(e, &q, &q_abs, c->nr_q_heads),
 	};
-	int rc = e->step.bucket ? eng_side_begin(e) : eng_check_join(e);
+	int rc = eng_check_join(e); /* kv has come as well */
 
-	if (!rc)
-		rc = key_append(e, layer, &args);
-	eng_side_end(e);
-	return rc;
+	return rc ? rc : key_append(e, layer, &args);
 }
 
 /* q and kv of the step's tokens */

@@ -231,7 +231,7 @@ static int sample(struct eng_engine *e)
  * bucket and the arrays' contents.
  *
  * Context: inside an announced step; the check is launched. Pages are touched behind
- * the check: joined, or on its branch.
+ * eng_check_join().
  * Return: 0; -errno of a kernel.
  */
 int eng_forward(struct eng_engine *e)
