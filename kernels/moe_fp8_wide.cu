@@ -31,53 +31,53 @@ __device__ __forceinline__ float2 round_two(const float *row, uint32_t i)
 	return __ldcg((const float2 *)row + i);
 }
 
-/* One row; a warp takes two blocks of 128 columns at a time, a lane a 16-byte piece. */
+/* 256 columns of a row from the @at-th on; a warp, a lane a 16-byte piece of eight. */
 template <typename X>
-__device__ __forceinline__ void round_row(const X *row, uint32_t cols, uint8_t *dst,
-					  uint64_t panel, uint32_t r, float *scales,
-					  uint32_t nr_slots)
+__device__ __forceinline__ void round_part(const X *row, uint32_t cols, uint32_t at,
+					   uint8_t *dst, uint64_t panel, uint32_t r,
+					   float *scales, uint32_t nr_slots)
 {
-	for (uint32_t i = threadIdx.x % 32; i < (cols / 8 + 31) / 32 * 32; i += 32) {
-		const bool there = i < cols / 8;
-		float v[8] = {}, scale;
-		uint32_t top = 0, p[4];
+	const uint32_t i = at * 32 + threadIdx.x % 32;
+	const bool there = i < cols / 8;
+	float v[8] = {}, scale;
+	uint32_t top = 0, p[4];
 
 #pragma unroll
-		for (uint32_t t = 0; t < 4 && there; t++) {
-			const float2 two = round_two(row, i / 8 * 32 + 8 * t + i % 8);
+	for (uint32_t t = 0; t < 4 && there; t++) {
+		const float2 two = round_two(row, i / 8 * 32 + 8 * t + i % 8);
 
-			v[2 * t] = two.x;
-			v[2 * t + 1] = two.y;
-		}
-#pragma unroll
-		for (int e = 0; e < 8; e++) {
-			const uint32_t m = __float_as_uint(v[e]) & 0x7fffffffu;
-
-			top = max(top, m > 0x7f800000u ? 0u : m);
-		}
-#pragma unroll
-		for (int o = 1; o < 16; o *= 2)
-			top = max(top, __shfl_xor_sync(~0u, top, o));
-		scale = kvk_fp8_act_scale(__uint_as_float(top));
-		kvk_quant_div(v, kvk_quant_make(scale));
-#pragma unroll
-		for (int t = 0; t < 4; t++)
-			p[t] = arch_e4m3_f16(arch_f32_e4m3(v[2 * t], v[2 * t + 1]));
-		if (!there)
-			continue;
-		*(uint4 *)(dst + i / 8 * panel + ((i ^ r) & 7) * 16) =
-			make_uint4(p[0], p[1], p[2], p[3]);
-		if (i % 16 == 0)
-			scales[(uint64_t)(i / 16) * nr_slots] = scale;
+		v[2 * t] = two.x;
+		v[2 * t + 1] = two.y;
 	}
+#pragma unroll
+	for (int e = 0; e < 8; e++) {
+		const uint32_t m = __float_as_uint(v[e]) & 0x7fffffffu;
+
+		top = max(top, m > 0x7f800000u ? 0u : m);
+	}
+#pragma unroll
+	for (int o = 1; o < 16; o *= 2)
+		top = max(top, __shfl_xor_sync(~0u, top, o));
+	scale = kvk_fp8_act_scale(__uint_as_float(top));
+	kvk_quant_div(v, kvk_quant_make(scale));
+#pragma unroll
+	for (int t = 0; t < 4; t++)
+		p[t] = arch_e4m3_f16(arch_f32_e4m3(v[2 * t], v[2 * t + 1]));
+	if (!there)
+		return;
+	*(uint4 *)(dst + i / 8 * panel + ((i ^ r) & 7) * 16) =
+		make_uint4(p[0], p[1], p[2], p[3]);
+	if (i % 16 == 0)
+		scales[(uint64_t)(i / 16) * nr_slots] = scale;
 }
 
-/* grid: (tiles, parts of a tile) */
+/* A warp takes 256 columns of a row at a time: a row in a go would be a chain of as many
+ * fetches. grid: (tiles, parts of a tile) */
 template <bool SECOND>
 __global__ void __launch_bounds__(PACK_WARPS * 32)
 	fp8_pack(const __grid_constant__ struct moe_wide a)
 {
-	const uint32_t warp = blockIdx.y * PACK_WARPS + threadIdx.x / 32;
+	const uint32_t cols = SECOND ? a.inter : a.hidden, parts = (cols + 255) / 256;
 	const uint64_t panel = (uint64_t)a.nr_slots * 128u;
 
 	ptx_grid_launch();
@@ -86,17 +86,19 @@ __global__ void __launch_bounds__(PACK_WARPS * 32)
 		return;
 	const uint2 tile = __ldcg(&a.tiles[blockIdx.x]);
 
-	for (uint32_t r = warp; r < tile.x >> 16; r += gridDim.y * PACK_WARPS) {
+	for (uint32_t i = blockIdx.y * PACK_WARPS + threadIdx.x / 32;
+	     i < (tile.x >> 16) * parts; i += gridDim.y * PACK_WARPS) {
+		const uint32_t r = i / parts, at = i % parts;
 		const uint64_t pos = tile.y + r;
 
 		if (SECOND)
-			round_row(a.h + pos * a.inter, a.inter, a.h_panels + pos * 128u,
-				  panel, r, a.h_back + pos, a.nr_slots);
+			round_part(a.h + pos * cols, cols, at, a.h_panels + pos * 128u,
+				   panel, r, a.h_back + pos, a.nr_slots);
 		else
-			round_row(a.x + (uint64_t)(__ldcg(&a.list[pos]) / a.top_k) *
-						  a.hidden,
-				  a.hidden, a.x_panels + pos * 128u, panel, r,
-				  a.x_back + pos, a.nr_slots);
+			round_part(a.x + (uint64_t)(__ldcg(&a.list[pos]) / a.top_k) *
+						   cols,
+				   cols, at, a.x_panels + pos * 128u, panel, r,
+				   a.x_back + pos, a.nr_slots);
 	}
 }
 
@@ -171,15 +173,16 @@ bool moe_fp8_wide_ok(const struct kvk_experts *e)
 
 int moe_fp8_wide_launch(const struct moe_fp8_wide *a, void *stream)
 {
-	const dim3 tiles(a->w.tiles_max,
-			 (a->w.tile_tokens + 2 * PACK_WARPS - 1) / (2 * PACK_WARPS));
+	const uint32_t per_cta = 256 * PACK_WARPS; /* columns of a row */
+	const dim3 x_parts(a->w.tiles_max, (a->w.hidden + per_cta - 1) / per_cta);
+	const dim3 h_parts(a->w.tiles_max, (a->w.inter + per_cta - 1) / per_cta);
 	int r;
 
-	r = moe_start(fp8_pack<false>, tiles, PACK_WARPS * 32, 0, &a->w, stream);
+	r = moe_start(fp8_pack<false>, x_parts, PACK_WARPS * 32, 0, &a->w, stream);
 	if (!r)
 		r = f8_product<MOE_FP8_WIDE_TOKENS>(a, false, stream);
 	if (!r)
-		r = moe_start(fp8_pack<true>, tiles, PACK_WARPS * 32, 0, &a->w, stream);
+		r = moe_start(fp8_pack<true>, h_parts, PACK_WARPS * 32, 0, &a->w, stream);
 	if (!r)
 		r = f8_product<MOE_FP8_WIDE_TOKENS>(a, true, stream);
 	return r ? r : moe_wide_sum(&a->w, stream);
