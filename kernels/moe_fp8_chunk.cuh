@@ -39,16 +39,13 @@
 #define FC_BOX	     (128u * 128u)
 #define FC_PANEL     (MOE_CHUNK_TOKENS * 128u)
 #define FC_STAGE     (2u * FC_BOX + FC_PANEL)
-#define FC_TURN	     (2u * 32u * 256u) /* where results are turned over */
-#define FC_DYNAMIC   (FC_STAGES * FC_STAGE + FC_TURN + 1024u)
-#define FC_LANE	     (MOE_CHUNK_TOKENS / 4u + 4u) /* banks of lanes differ */
-#define FC_EARLY     4 /* times 16 tokens whose factors are read early */
+#define FC_TURN	     (16u * 128u) /* where a warp turns its results over */
+#define FC_DYNAMIC   (FC_STAGES * FC_STAGE + 8u * FC_TURN + 1024u)
 #define FC_REGS_USE  216
 #define FC_REGS_FEED 72
 
 static_assert(FC_REGS_USE * 256 + FC_REGS_FEED * 128 <= 168 * 384,
 	      "the CTA's register pool is 168 per thread");
-static_assert(FC_PANEL <= FC_TURN, "codes of h are turned over at once");
 
 /* struct fc_args - a launch's kernel parameters */
 struct fc_args {
@@ -63,10 +60,8 @@ struct fc_shared {
 	uint64_t full[FC_STAGES], empty[FC_STAGES];
 	uint64_t q_full[FC_QUEUE], q_empty[FC_QUEUE];
 	uint4 unit[FC_QUEUE]; /* tile, row block, 0; no tokens: the end */
-	/* the tokens of a quad's lane t (8 i + 2 t, + 1) follow each other from FC_LANE t on */
-	alignas(16) float factor[FC_STAGES][2][4 * FC_LANE];
-	uint32_t amax[MOE_CHUNK_TOKENS];
-	uint4 quant[MOE_CHUNK_TOKENS]; /* struct kvk_quant */
+	float factor[FC_STAGES][2][MOE_CHUNK_TOKENS];
+	uint32_t amax[2][2][64]; /* [unit's turn][warpgroup][token] */
 };
 
 struct fc_ring {
@@ -166,11 +161,8 @@ __device__ __forceinline__ void fc_factors(const struct fc_args &a, struct fc_sh
 			fc_wait_empty(sh, r);
 #pragma unroll
 			for (uint32_t i = 0; i < 4; i++) {
-				const uint32_t at = lane % 8 / 2 * FC_LANE +
-						    (lane / 8 + 4 * i) * 2 + lane % 2;
-
-				sh.factor[r.stage][0][at] = x[j][i] * w[j][0];
-				sh.factor[r.stage][1][at] = x[j][i] * w[j][1];
+				sh.factor[r.stage][0][lane + 32 * i] = x[j][i] * w[j][0];
+				sh.factor[r.stage][1][lane + 32 * i] = x[j][i] * w[j][1];
 			}
 			__syncwarp();
 			if (lane == 0)
@@ -184,63 +176,52 @@ __device__ __forceinline__ void fc_factors(const struct fc_args &a, struct fc_sh
 /* ------------------------------------------------------------------------------ products
  */
 
-/* acc += part * factor, for 64 rows and 16 tokens */
-__device__ __forceinline__ void fc_add(float *acc, const float *part, const uint4 &f)
+/* A warpgroup's tokens of the tile, and a lane's: that one and the eighth after it. */
+template <int W> __device__ __forceinline__ uint32_t fc_first_token(void)
 {
-	const float v[4] = {__uint_as_float(f.x), __uint_as_float(f.y),
-			    __uint_as_float(f.z), __uint_as_float(f.w)};
-
-#pragma unroll
-	for (int i = 0; i < 8; i++)
-		acc[i] += part[i] * v[i / 4 * 2 + i % 2];
+	return (W == 128 ? threadIdx.x / 128 * 64 : 0) + threadIdx.x % 128 / 32 * 16;
 }
 
-/* All columns of a unit. @acc: [64 rows][fragment] */
-template <int N, bool SECOND>
-__device__ __forceinline__ void fc_unit(float (&acc)[2][N / 2], struct fc_shared &sh,
+template <int W> __device__ __forceinline__ uint32_t fc_token(void)
+{
+	return fc_first_token<W>() + threadIdx.x % 32 / 4;
+}
+
+/* All columns of a unit. @acc: [box][fragment] of 64 tokens times W rows */
+template <int W>
+__device__ __forceinline__ void fc_unit(float (&acc)[2][W / 2], struct fc_shared &sh,
 					uint32_t steps, struct fc_ring &r)
 {
-	constexpr int EARLY = N / 16 < FC_EARLY ? N / 16 : FC_EARLY;
-	const uint32_t wg = threadIdx.x / 128;
+	const uint32_t wg = threadIdx.x / 128, half = wg * (FC_BOX / 2);
 
 #pragma unroll
-	for (int i = 0; i < N; i++)
-		acc[i / (N / 2)][i % (N / 2)] = 0.0f;
+	for (int i = 0; i < W; i++)
+		acc[i / (W / 2)][i % (W / 2)] = 0.0f;
 	for (uint32_t k = 0; k < steps; k++, fc_next(r)) {
 		const uint32_t at = r.base + r.stage * FC_STAGE;
-		const uint64_t b = wgm_desc(at + 2 * FC_BOX);
+		const uint64_t x = wgm_desc(at + 2 * FC_BOX + (W == 128 ? half : 0));
 
 		ptx_mbar_wait(ptx_smem(&sh.full[r.stage]), r.phase);
 #pragma unroll
 		for (uint32_t m = 0; m < 2; m++) {
-			const uint32_t box = SECOND ? wg : m, half = SECOND ? m : wg;
 			const uint64_t w =
-				wgm_desc(at + box * FC_BOX + half * (FC_BOX / 2));
-			const uint32_t factor = ptx_smem(sh.factor[r.stage][box]) +
-						threadIdx.x % 4 * FC_LANE * 4;
-			float part[N / 2];
-			uint4 f[EARLY];
+				wgm_desc(at + m * FC_BOX + (W == 128 ? 0 : half));
+			const float *f = sh.factor[r.stage][m] + fc_token<W>();
+			float part[W / 2];
 
 			wgm_fence();
 #pragma unroll
 			for (int kk = 0; kk < 4; kk++)
-				moe_wgmma_e4m3<N>(part, wgm_desc_at(w, kk * 2),
-						  wgm_desc_at(b, kk * 2), kk);
+				moe_wgmma_e4m3<W>(part, wgm_desc_at(x, kk * 2),
+						  wgm_desc_at(w, kk * 2), kk);
 			wgm_commit();
-			/* the first factors come while the product runs: shared memory is
-			 * busy then, and the sums wait for nothing else */
-#pragma unroll
-			for (int i = 0; i < EARLY; i++)
-				f[i] = ptx_lds128(factor + i * 16);
+			const float f0 = f[0], f8 = f[8];
+
 			wgm_wait<0>();
 			wgm_keep(part);
 #pragma unroll
-			for (int i = 0; i < N / 16; i++) {
-				fc_add(&acc[m][8 * i], &part[8 * i], f[i % EARLY]);
-				if (i + EARLY < N / 16)
-					f[i % EARLY] =
-						ptx_lds128(factor + (i + EARLY) * 16);
-			}
+			for (int i = 0; i < W / 2; i++)
+				acc[m][i] += part[i] * (i % 4 / 2 ? f8 : f0);
 		}
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
@@ -251,178 +232,165 @@ __device__ __forceinline__ void fc_unit(float (&acc)[2][N / 2], struct fc_shared
 /* ------------------------------------------------------------------------------- results
  */
 
-/* One step of fc_amax(): a lane keeps half of 2 HALF tokens. The first token it keeps. */
-template <int HALF, int ALL>
-__device__ __forceinline__ uint32_t fc_halve(uint32_t (&top)[ALL], uint32_t lane_bit)
+/* SwiGLU in place of the gates; the largest |h| of the lane's two tokens, NaN left out. */
+template <int W>
+__device__ __forceinline__ void fc_swiglu(float (&acc)[2][W / 2], uint32_t (&top)[2])
 {
-	const bool upper = threadIdx.x & lane_bit;
-
 #pragma unroll
-	for (int j = 0; j < HALF; j++) {
-		const uint32_t keep = upper ? top[j + HALF] : top[j];
-		const uint32_t give = upper ? top[j] : top[j + HALF];
+	for (int i = 0; i < W / 2; i++) {
+		const float gate = acc[0][i];
+		uint32_t bits;
 
-		top[j] = max(keep, __shfl_xor_sync(~0u, give, lane_bit));
+		acc[0][i] = __fdividef(gate, 1.0f + __expf(-gate)) * acc[1][i];
+		bits = __float_as_uint(acc[0][i]) & 0x7fffffffu;
+		top[i % 4 / 2] = max(top[i % 4 / 2], bits > 0x7f800000u ? 0u : bits);
 	}
-	return upper ? HALF : 0;
-}
-
-/* The largest of each token's 16 columns of a warp: eight lanes share a token, and at each
- * of three steps a lane hands over half of the tokens it has. @top: of tokens i / 2 * 8 +
- * 2 t + i % 2 */
-template <int N, int ALL>
-__device__ __forceinline__ void fc_amax(struct fc_shared &sh, uint32_t (&top)[ALL])
-{
-	uint32_t first = fc_halve<ALL / 2>(top, 4);
-
-	first += fc_halve<ALL / 4>(top, 8);
-	first += fc_halve<ALL / 8>(top, 16);
 #pragma unroll
-	for (uint32_t j = 0; j < ALL / 8; j++) {
-		const uint32_t i = first + j;
-
-		if (i < N / 4)
-			atomicMax(&sh.amax[i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2],
-				  top[j]);
+	for (int h = 0; h < 2; h++) {
+		top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 1));
+		top[h] = max(top[h], __shfl_xor_sync(~0u, top[h], 2));
 	}
 }
 
-/* h of the unit's 128 columns, its codes and scales. @turn: FC_TURN bytes */
-template <int N>
-__device__ __forceinline__ void fc_store_h(const struct fc_args &a, struct fc_shared &sh,
-					   float (&acc)[2][N / 2], uint2 tile,
-					   uint32_t rb, uint8_t *turn)
+/* The other warpgroup has the other 64 columns of the same tokens. */
+__device__ __forceinline__ void fc_amax(struct fc_shared &sh, uint32_t (&top)[2],
+					uint32_t turn)
 {
-	const uint32_t n = tile.x >> 16, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-	/* warp w of a warpgroup has 16 of its 64 columns */
-	const uint32_t col = threadIdx.x / 128 * 64 + threadIdx.x % 128 / 32 * 16 + g;
-	uint32_t top[(N / 4 + 7) / 8 * 8] = {};
-	uint8_t *codes = a.c.h_codes + ((uint64_t)rb * a.c.nr_slots + tile.y) * 128u;
+	const uint32_t wg = threadIdx.x / 128, token = fc_token<64>();
 
-#pragma unroll
-	for (uint32_t i = 0; i < N / 4; i++) {
-		const uint32_t f = i / 2 * 4 + i % 2;
-
-#pragma unroll
-		for (uint32_t j = f; j < f + 4; j += 2) {
-			const float gate = acc[0][j];
-			uint32_t bits;
-
-			acc[0][j] = __fdividef(gate, 1.0f + __expf(-gate)) * acc[1][j];
-			bits = __float_as_uint(acc[0][j]) & 0x7fffffffu;
-			top[i] = max(top[i], bits > 0x7f800000u ? 0u : bits);
-		}
+	if (threadIdx.x % 4 == 0) {
+		sh.amax[turn % 2][wg][token] = top[0];
+		sh.amax[turn % 2][wg][token + 8] = top[1];
 	}
-	fc_amax<N>(sh, top);
+	/* who is a unit ahead writes the other half of amax, and waits here for the other */
 	ptx_bar_sync(1, FC_USERS);
-	if (threadIdx.x < MOE_CHUNK_TOKENS) {
-		const float scale =
-			kvk_fp8_act_scale(__uint_as_float(sh.amax[threadIdx.x]));
-		const struct kvk_quant q = kvk_quant_make(scale);
-
-		sh.quant[threadIdx.x] = make_uint4(
-			__float_as_uint(q.scale), __float_as_uint(q.inverse), q.quick, 0);
-		sh.amax[threadIdx.x] = 0;
-		if (threadIdx.x < n)
-			a.c.h_scales[(uint64_t)rb * a.c.nr_slots + tile.y + threadIdx.x] =
-				scale;
-	}
-	ptx_bar_sync(1, FC_USERS);
-#pragma unroll
-	for (uint32_t i = 0; i < N / 4; i++) {
-		const uint32_t f = i / 2 * 4 + i % 2, token = i / 2 * 8 + 2 * t + i % 2;
-		float v[2] = {acc[0][f], acc[0][f + 2]};
-		uint8_t *row = turn + token * 128u;
-
-		if (i / 2 * 8 >= n)
-			continue;
-		const uint4 q = sh.quant[token];
-
-		kvk_quant_div(v, {__uint_as_float(q.x), __uint_as_float(q.y), q.z != 0});
-		const uint32_t two = arch_f32_e4m3(v[0], v[1]);
-
-		row[((col / 16 ^ token) & 7) * 16 + col % 16] = (uint8_t)two;
-		row[((col / 16 ^ token) & 7) * 16 + col % 16 + 8] = (uint8_t)(two >> 8);
-	}
-	ptx_bar_sync(1, FC_USERS);
-	for (uint32_t i = threadIdx.x; i < n * 8; i += FC_USERS)
-		*(uint4 *)(codes + i * 16) = *(const uint4 *)(turn + i * 16);
-	ptx_bar_sync(1, FC_USERS);
+	top[0] = max(top[0], sh.amax[turn % 2][wg ^ 1][token]);
+	top[1] = max(top[1], sh.amax[turn % 2][wg ^ 1][token + 8]);
 }
 
-/* The slots that a warp stores: lane 8 c + i has that of token 32 c + 8 warp + i. */
-__device__ __forceinline__ uint32_t fc_slots(const struct fc_args &a, uint2 tile)
+/* Codes of h, two at a time, to the warp's 16 rows of 128 bytes, as they are in memory. */
+template <int W>
+__device__ __forceinline__ void fc_turn_h(const float (&h)[W / 2], uint8_t *mine,
+					  const struct kvk_quant (&q)[2])
 {
-	const uint32_t lane = threadIdx.x % 32;
-	const uint32_t token = lane / 8 * 32 + threadIdx.x / 32 % 4 * 8 + lane % 8;
+	const uint32_t g = threadIdx.x % 32 / 4;
+	const uint32_t first = W == 128 ? 0 : threadIdx.x / 128 * 64;
+
+#pragma unroll
+	for (uint32_t i = 0; i < W / 4; i++) {
+		const uint32_t col = first + i / 2 * 8 + threadIdx.x % 4 * 2;
+		float v[2] = {h[2 * i], h[2 * i + 1]};
+
+		kvk_quant_div(v, q[i % 2]);
+		*(uint16_t *)(mine + (i % 2 * 8 + g) * 128 + ((col / 16 ^ g) & 7) * 16 +
+			      col % 16) = (uint16_t)arch_f32_e4m3(v[0], v[1]);
+	}
+}
+
+/* h of the unit's 128 columns, its codes and scales. @mine: the warp's 2 KB */
+template <int W>
+__device__ __forceinline__ void
+fc_store_h(const struct fc_args &a, struct fc_shared &sh, float (&acc)[2][W / 2],
+	   uint2 tile, const uint4 &unit, uint32_t turn, uint8_t *mine)
+{
+	const uint32_t n = tile.x >> 16, rb = unit.z, wg = threadIdx.x / 128;
+	const uint32_t lane = threadIdx.x % 32, from = fc_first_token<W>();
+	const uint64_t at = (uint64_t)rb * a.c.nr_slots + tile.y + from;
+	uint32_t top[2] = {};
+	struct kvk_quant q[2];
+
+	fc_swiglu<W>(acc, top);
+	if (W == 64)
+		fc_amax(sh, top, turn);
+#pragma unroll
+	for (uint32_t h = 0; h < 2; h++) {
+		const uint32_t i = h * 8 + lane / 4;
+		const float scale = kvk_fp8_act_scale(__uint_as_float(top[h]));
+
+		q[h] = kvk_quant_make(scale);
+		if (lane % 4 == 0 && from + i < n && (W == 128 || !wg))
+			a.c.h_scales[at + i] = scale;
+	}
+	fc_turn_h<W>(acc[0], mine, q);
+	__syncwarp();
+#pragma unroll
+	for (uint32_t j = 0; j < W / 32; j++) {
+		const uint32_t i = (j * 32 + lane) / (W / 16);
+		const uint32_t c = W == 128 ? lane % 8 : (wg * 4 + lane % 4) ^ (i & 7);
+
+		if (from + i < n)
+			*(uint4 *)(a.c.h_codes + (at + i) * 128 + c * 16) =
+				*(const uint4 *)(mine + i * 128 + c * 16);
+	}
+	__syncwarp();
+}
+
+/* The slot of the warp's token number lane % 16. */
+template <int W>
+__device__ __forceinline__ uint32_t fc_slot(const struct fc_args &a, uint2 tile)
+{
+	const uint32_t token = fc_first_token<W>() + threadIdx.x % 16;
 
 	return token < tile.x >> 16 ? __ldcg(&a.c.list[tile.y + token]) : 0;
 }
 
-/* A warpgroup's 128 columns, 32 tokens at a time: a token has 16 pieces of 16 bytes, piece c
- * of token i at c ^ (i & 7). The other warpgroup may be elsewhere. */
-template <int N>
+/* A warp's 16 tokens, 64 columns at a time: through its 2 KB, piece c of row i at c ^ (i & 7),
+ * so that whole lines are stored. */
+template <int W>
 __device__ __forceinline__ void fc_store_out(const struct fc_args &a,
-					     const float (&acc)[2][N / 2], uint2 tile,
-					     uint32_t rb, uint32_t slots, uint8_t *turn)
+					     const float (&acc)[2][W / 2], uint2 tile,
+					     uint32_t rb, uint32_t slot, uint8_t *mine)
 {
 	const uint32_t n = tile.x >> 16, lane = threadIdx.x % 32;
-	const uint32_t wg = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
-	const uint32_t col = rb * 256 + wg * 128 + lane % 16 * 8;
-	/* lane's row of an 8 x 8 matrix: token lane % 8 (+ 8), columns + 8 in odd ones */
-	const uint32_t token = lane / 16 * 8 + lane % 8;
-	uint8_t *mine = turn + wg * (FC_TURN / 2);
+	const uint32_t wg = threadIdx.x / 128, from = fc_first_token<W>();
+	/* lane's row of an 8 x 8 matrix: token lane % 8 (+ 8), eight columns on from 16 on */
+	const uint32_t row = lane % 16, to = ptx_smem(mine) + row * 128;
 
 #pragma unroll
-	for (uint32_t c = 0; c < (N + 31) / 32; c++) {
-		if (c * 32 >= n)
-			continue;
-#pragma unroll
-		for (uint32_t i = 0; i < 4; i++) {
-			const uint32_t m = i / 2, half = i % 2;
-			const uint32_t piece = m * 8 + warp * 2 + lane / 8 % 2;
-			const float *v = &acc[m][c * 16 + half * 8];
+	for (uint32_t c = 0; c < W / 32; c++) {
+		const float *v = &acc[c / (W / 64)][c % (W / 64) * 32];
+		const uint32_t col =
+			rb * 256 + (W == 128 ? c * 64 : c * 128 + wg * 64) + lane % 8 * 8;
 
-			if (c * 32 + half * 16 >= N)
-				continue;
-			ptx_stmatrix_trans(ptx_smem(mine) + (half * 16 + token) * 256 +
-						   (piece ^ (token & 7)) * 16,
-					   ptx_bf16x2(v[0], v[1]), ptx_bf16x2(v[2], v[3]),
-					   ptx_bf16x2(v[4], v[5]),
-					   ptx_bf16x2(v[6], v[7]));
+#pragma unroll
+		for (uint32_t j = 0; j < 4; j++)
+			ptx_stmatrix(to + ((2 * j + lane / 16) ^ (row & 7)) * 16,
+				     ptx_bf16x2(v[8 * j], v[8 * j + 1]),
+				     ptx_bf16x2(v[8 * j + 2], v[8 * j + 3]),
+				     ptx_bf16x2(v[8 * j + 4], v[8 * j + 5]),
+				     ptx_bf16x2(v[8 * j + 6], v[8 * j + 7]));
+		__syncwarp();
+#pragma unroll
+		for (uint32_t j = 0; j < 4; j++) {
+			const uint32_t i = j * 4 + lane / 8;
+			const uint64_t s = __shfl_sync(~0u, slot, i);
+
+			if (from + i < n && col < a.c.hidden)
+				*(uint4 *)(a.c.out + s * a.c.hidden + col) =
+					*(const uint4 *)(mine + i * 128 +
+							 (lane % 8 ^ (i & 7)) * 16);
 		}
-		ptx_bar_sync(2 + wg, FC_USERS / 2);
-#pragma unroll
-		for (uint32_t i = 0; i < 4; i++) {
-			const uint32_t j = 2 * i + lane / 16, k = warp * 8 + j;
-			const uint64_t slot = __shfl_sync(~0u, slots, c * 8 + j);
-
-			if (c * 32 + k >= n || col >= a.c.hidden)
-				continue;
-			*(uint4 *)(a.c.out + slot * a.c.hidden + col) =
-				*(const uint4 *)(mine + k * 256u +
-						 (lane % 16 ^ (k & 7)) * 16);
-		}
-		ptx_bar_sync(2 + wg, FC_USERS / 2);
+		__syncwarp();
 	}
 }
 
 /* ------------------------------------------------------------------------------- the way
  */
 
-template <int N, bool SECOND>
+template <int W, bool SECOND>
 __device__ __forceinline__ void fc_whole(const struct fc_args &a, struct fc_shared &sh,
-					 uint2 tile, uint32_t rb, struct fc_ring &r,
-					 uint8_t *turn)
+					 const uint4 &unit, struct fc_ring &r,
+					 uint8_t *mine)
 {
-	const uint32_t slots = SECOND ? fc_slots(a, tile) : 0;
-	float acc[2][N / 2];
+	const uint2 tile = make_uint2(unit.x, unit.y);
+	const uint32_t slot = SECOND ? fc_slot<W>(a, tile) : 0;
+	float acc[2][W / 2];
 
-	fc_unit<N, SECOND>(acc, sh, a.cols / 128, r);
+	fc_unit<W>(acc, sh, a.cols / 128, r);
 	if constexpr (SECOND)
-		fc_store_out<N>(a, acc, tile, rb, slots, turn);
+		fc_store_out<W>(a, acc, tile, unit.z, slot, mine);
 	else
-		fc_store_h<N>(a, sh, acc, tile, rb, turn);
+		fc_store_h<W>(a, sh, acc, tile, unit, r.units, mine);
 }
 
 /* The next unit; all lanes of a warp that is not the one that claims. */
@@ -444,33 +412,13 @@ template <bool SECOND>
 __device__ __forceinline__ void fc_use(const struct fc_args &a, struct fc_shared &sh,
 				       struct fc_ring r, uint8_t *turn)
 {
-	for (;;) {
-		const uint4 unit = fc_take(sh, r);
-		const uint2 tile = make_uint2(unit.x, unit.y);
+	uint8_t *mine = turn + threadIdx.x / 32 * FC_TURN;
 
-		switch (((tile.x >> 16) + 15) / 16) {
-		case 0:
-			return;
-		case 1:
-		case 2:
-			fc_whole<32, SECOND>(a, sh, tile, unit.z, r, turn);
-			break;
-		case 3:
-		case 4:
-			fc_whole<64, SECOND>(a, sh, tile, unit.z, r, turn);
-			break;
-		case 5:
-			fc_whole<80, SECOND>(a, sh, tile, unit.z, r, turn);
-			break;
-		case 6:
-			fc_whole<96, SECOND>(a, sh, tile, unit.z, r, turn);
-			break;
-		case 7:
-			fc_whole<112, SECOND>(a, sh, tile, unit.z, r, turn);
-			break;
-		default:
-			fc_whole<128, SECOND>(a, sh, tile, unit.z, r, turn);
-		}
+	for (uint4 unit; (unit = fc_take(sh, r)).x;) {
+		if (unit.x >> 16 > 64)
+			fc_whole<128, SECOND>(a, sh, unit, r, mine);
+		else
+			fc_whole<64, SECOND>(a, sh, unit, r, mine);
 	}
 }
 
@@ -519,8 +467,6 @@ __global__ void __launch_bounds__(FC_THREADS, 1)
 		}
 		ptx_fence_async();
 	}
-	if (threadIdx.x < MOE_CHUNK_TOKENS)
-		sh.amax[threadIdx.x] = 0;
 	__syncthreads();
 	ptx_grid_launch();
 	ptx_grid_wait();

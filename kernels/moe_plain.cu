@@ -402,7 +402,6 @@ static int plain_run(const struct kvk_moe_args *a, kvk_stream stream)
 	plan.nr_experts = a->experts.nr_experts;
 	plan.tile_tokens = l.tile_tokens;
 	if (l.chunk) {
-		plan.even = 1;
 		plan.place = (uint32_t *)(ws + l.place);
 		plan.zero = (uint32_t *)ws + 2;
 		plan.nr_zero = 2;

@@ -230,8 +230,8 @@ static inline void ptx_sts32(uint32_t a, float v)
 }
 
 /* Lane l's address is row l % 8 of matrix l / 8. */
-static inline void ptx_stmatrix_trans(uint32_t a, uint32_t m0, uint32_t m1, uint32_t m2,
-				      uint32_t m3)
+static inline void ptx_stmatrix(uint32_t a, uint32_t m0, uint32_t m1, uint32_t m2,
+				uint32_t m3)
 {
 	uint64_t *all = hopper_lanes();
 	const unsigned lane = threadIdx.x % 32;
@@ -240,13 +240,9 @@ static inline void ptx_stmatrix_trans(uint32_t a, uint32_t m0, uint32_t m1, uint
 	HOPPER_CHECK(a % 16 == 0);
 	all[lane * 16] = a;
 	hopper_warp_barrier();
-	for (unsigned i = 0; i < 8; i++) {
-		const unsigned row = lane % 4 * 2 + i % 2;
-		const uint16_t v = (uint16_t)(m[i / 2] >> i % 2 * 16);
-
-		memcpy(hopper_shared() + all[(i / 2 * 8 + row) * 16] + lane / 4 * 2, &v,
-		       2);
-	}
+	for (unsigned i = 0; i < 4; i++)
+		memcpy(hopper_shared() + all[(i * 8 + lane / 4) * 16] + lane % 4 * 4,
+		       &m[i], 4);
 	hopper_warp_barrier();
 }
 
