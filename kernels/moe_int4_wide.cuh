@@ -28,6 +28,7 @@
 #define WIDE_USERS     (WIDE_WARPS * 32u)
 #define WIDE_THREADS   (WIDE_USERS + 128u) /* a warpgroup feeds, or one lane of it */
 #define WIDE_SMEM      (224u * 1024u)
+#define WIDE_TURN      (16u * 128u) /* where a warp turns its results over */
 #define WIDE_SCALE     64.0f
 #define WIDE_REGS_USE  232
 #define WIDE_REGS_FEED 40
@@ -40,9 +41,10 @@ template <int N, int G> struct wide_size {
 	static constexpr uint32_t PANEL = N * 128u;
 	static constexpr uint32_t TOKENS = 2u * PANEL;
 	static constexpr uint32_t STAGE = TOKENS + WIDE_WARPS * BRICK;
-	static constexpr uint32_t FIT = WIDE_SMEM / STAGE;
+	static constexpr uint32_t FIT = (WIDE_SMEM - WIDE_WARPS * WIDE_TURN) / STAGE;
 	static constexpr uint32_t STAGES = FIT > 8u ? 8u : FIT;
-	static constexpr uint32_t DYNAMIC = STAGES * STAGE + 1024u;
+	static constexpr uint32_t DYNAMIC =
+		STAGES * STAGE + WIDE_WARPS * WIDE_TURN + 1024u;
 };
 
 struct wide_bars {
@@ -234,29 +236,58 @@ __device__ __forceinline__ void wide_store_h(const struct moe_wide &a,
 	}
 }
 
+/* The warp's share of where results are turned over: before the ring. */
+__device__ __forceinline__ float *wide_turn(void)
+{
+	MOE_DYNAMIC(dynamic);
+
+	return (float *)(dynamic + (-ptx_smem(dynamic) & 1023u) +
+			 threadIdx.x / 32 * WIDE_TURN);
+}
+
+/* Tokens 16 at a time through the warp's own 2 KB: a lane has four rows of a token each, and
+ * stored from there they would be sectors of 32 bytes. Piece c of a token is at c ^ its number. */
 template <int N>
 __device__ __forceinline__ void wide_store_out(const struct moe_wide &a,
 					       const float (&acc)[2][N / 2], uint2 tile,
 					       uint32_t mtile)
 {
-	const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+	const uint32_t lane = threadIdx.x % 32, g = lane / 4, n = tile.x >> 16;
+	float *mine = wide_turn();
+	uint32_t slot = 0;
+	float back = 0.0f;
 
 #pragma unroll
-	for (int i = 0; i < N / 4; i++) {
-		const uint32_t token = i / 2 * 8 + 2 * t + i % 2, pos = tile.y + token;
-		const int f = i / 2 * 4 + i % 2;
-
-		if (token >= tile.x >> 16)
+	for (uint32_t c = 0; c < N / 16; c++) {
+		if (c * 16 >= n)
 			continue;
-		const float back = __ldcg(&a.h_back[pos]);
-		float *o = a.out + (uint64_t)__ldcg(&a.list[pos]) * a.hidden +
-			   mtile * 32 + g;
-
-#pragma unroll
-		for (int m = 0; m < 2; m++) {
-			o[m * 16] = acc[m][f] * back;
-			o[m * 16 + 8] = acc[m][f + 2] * back;
+		if (c % 2 == 0 && c * 16 + lane < n) {
+			slot = __ldcg(&a.list[tile.y + c * 16 + lane]);
+			back = __ldcg(&a.h_back[tile.y + c * 16 + lane]);
 		}
+#pragma unroll
+		for (uint32_t i = 0; i < 16; i++) {
+			const uint32_t token = i / 8 * 8 + lane % 4 * 2 + i % 2;
+			const uint32_t row = i / 4 % 2 * 16 + i / 2 % 2 * 8 + g;
+
+			mine[token * 32 + ((row / 4 ^ token) & 7) * 4 + row % 4] =
+				acc[i / 4 % 2][c * 8 + i / 8 * 4 + i / 2 % 2 * 2 + i % 2];
+		}
+		__syncwarp();
+#pragma unroll
+		for (uint32_t j = 0; j < 4; j++) {
+			const uint32_t i = j * 4 + lane / 8;
+			const uint64_t to = __shfl_sync(~0u, slot, c % 2 * 16 + i);
+			const float f = __shfl_sync(~0u, back, c % 2 * 16 + i);
+			float4 v = *(const float4 *)(mine + i * 32 +
+						     (lane % 8 ^ (i & 7)) * 4);
+
+			v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
+			if (c * 16 + i < n)
+				*(float4 *)(a.out + to * a.hidden + mtile * 32 +
+					    lane % 8 * 4) = v;
+		}
+		__syncwarp();
 	}
 }
 
@@ -341,7 +372,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 	uint2 tile;
 	uint32_t rb;
 
-	r.tokens = (ptx_smem(dynamic) + 1023u) & ~1023u;
+	r.tokens = ((ptx_smem(dynamic) + 1023u) & ~1023u) + WIDE_WARPS * WIDE_TURN;
 	r.bricks = r.tokens + S::STAGES * S::TOKENS;
 	r.full = ptx_smem(bars.full);
 	r.empty = ptx_smem(bars.empty);
