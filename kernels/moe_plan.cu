@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 	const uint32_t run = (p.nr_slots + warps * 32 - 1) / (warps * 32) * 32;
 	const uint32_t from = min(warp * run, p.nr_slots),
 		       to = min(from + run, p.nr_slots);
-	uint32_t total = 0, tiles;
+	uint32_t total = 0, tiles, places;
 	uint64_t at;
 
 	ptx_grid_wait();
@@ -132,17 +132,20 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 		total += c;
 	}
 	tiles = (total + p.tile_tokens - 1) / p.tile_tokens;
-	at = block_scan(sh, (uint64_t)tiles << 32 | total);
+	places = p.pairs ? (tiles + 1) / 2 * 2 : tiles;
+	at = block_scan(sh, (uint64_t)places << 32 | total);
 	if (e < p.nr_experts)
 		sh.first[e] = (uint32_t)at;
 	if (e == MOE_PLAN_THREADS - 1)
-		*p.nr_tiles = (uint32_t)(at >> 32) + tiles;
+		*p.nr_tiles = (uint32_t)(at >> 32) + places;
 	__syncthreads();
 	const uint32_t each = plan_tile(p, total, tiles);
 
 	for (uint32_t i = 0; i < tiles; i++)
 		p.tiles[(at >> 32) + i] = make_uint2(
 			e | min(each, total - i * each) << 16, (uint32_t)at + i * each);
+	if (places > tiles)
+		p.tiles[(at >> 32) + tiles] = make_uint2(e, 0);
 	if (warp < warps)
 		plan_walk(p, sh, from, to, true);
 }

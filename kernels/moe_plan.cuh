@@ -25,6 +25,7 @@ struct moe_plan {
 	uint32_t
 		even; /* an expert's tiles are about equal, not full but for the last one; only
 			* for tiles of 128 */
+	uint32_t pairs; /* an even number of tiles an expert; the last may have no tokens */
 	uint32_t only_zero; /* the kernel that follows sorts for itself */
 	uint32_t *nr_tiles; /* written */
 	uint2 *tiles;	    /* expert | tokens << 16, first position in list */
