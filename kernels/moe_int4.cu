@@ -263,6 +263,8 @@ static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,
 	w.nr_slots = plan.nr_slots = a->nr_tokens * a->top_k;
 	w.tile_tokens = plan.tile_tokens = wide_tile(a);
 	plan.even = w.tile_tokens == 128;
+	w.claim = plan.zero = (uint32_t *)(ws + l->done1); /* nobody counts there now */
+	plan.nr_zero = 2;
 	w.tiles_max = l->tiles_max;
 	w.group = e->group;
 	w.scale_f16 = e->scale_dtype == KVK_F16;

@@ -12,7 +12,8 @@
  * weights (wide_pack), and come as they are by bulk copies, as do the bricks: one lane
  * feeds a ring of stages that never drains between units.
  *
- * CTA c has units c, c + grid, ... of moe_unit_where().
+ * Units are claimed in the order of moe_unit_where() from one counter by the feeding warp of
+ * whichever CTA is free.
  */
 #ifndef KVK_MOE_INT4_WIDE_CUH
 #define KVK_MOE_INT4_WIDE_CUH
@@ -30,6 +31,7 @@
 #define WIDE_SMEM      (224u * 1024u)
 #define WIDE_TURN      (16u * 128u) /* where a warp turns its results over */
 #define WIDE_SCALE     64.0f
+#define WIDE_QUEUE     2u /* units the feeding warp may be ahead */
 #define WIDE_REGS_USE  232
 #define WIDE_REGS_FEED 40
 
@@ -49,12 +51,15 @@ template <int N, int G> struct wide_size {
 
 struct wide_bars {
 	uint64_t full[8], empty[8];
+	uint64_t q_full[WIDE_QUEUE], q_empty[WIDE_QUEUE];
+	uint4 unit[WIDE_QUEUE]; /* tile, row block, 0; no tokens: the end */
 };
 
 struct wide_ring {
 	uint32_t tokens, bricks; /* shared addresses of stage 0 */
 	uint32_t full, empty;
 	uint32_t stage, phase;
+	uint32_t units; /* taken from the queue */
 };
 
 template <uint32_t STAGES> __device__ __forceinline__ void wide_next(struct wide_ring &r)
@@ -326,37 +331,48 @@ __device__ __forceinline__ void wide_pick(const struct moe_wide &a, uint2 tile,
 		wide_whole<NMAX, NMAX, G, SECOND>(a, tile, rb, r);
 }
 
-/* struct wide_way - a warp's way through the units. A unit's tile is read while the one before
- * is at work. */
-struct wide_way {
-	uint32_t u, units, nr_tiles, rblocks;
-	uint2 next;
-};
-
-__device__ __forceinline__ struct wide_way wide_begin(const struct moe_wide &a,
-						      uint32_t rblocks)
+/* Claim units, tell the others, copy; a warp. The next claim is under way meanwhile. */
+template <int N, int G, bool SECOND>
+__device__ __forceinline__ void wide_claim(const struct moe_wide &a,
+					   struct wide_bars &bars, struct wide_ring &r)
 {
-	const uint32_t nr_tiles = __ldcg(a.nr_tiles);
-	struct wide_way w = {blockIdx.x, nr_tiles * rblocks, nr_tiles, rblocks, {}};
+	const struct wide_mat &m = SECOND ? a.w2 : a.w13;
+	const uint32_t nr_tiles = __ldcg(a.nr_tiles), lane = threadIdx.x % 32;
+	const uint32_t rblocks = (m.mtiles + WIDE_WARPS - 1) / WIDE_WARPS;
 
-	if (w.u < w.units)
-		w.next = __ldcg(&a.tiles[moe_unit_where(w.u, nr_tiles, rblocks).tile]);
-	return w;
+	for (uint32_t u = blockIdx.x, next = 0;; r.units++) {
+		const uint32_t q = r.units % WIDE_QUEUE;
+		const bool work = u < nr_tiles * rblocks;
+		const struct moe_where at =
+			moe_unit_where(work ? u : 0, nr_tiles, rblocks);
+		const uint2 tile = work ? __ldcg(&a.tiles[at.tile]) : make_uint2(0, 0);
+
+		ptx_mbar_wait(ptx_smem(&bars.q_empty[q]), r.units / WIDE_QUEUE % 2 ^ 1);
+		if (lane == 0) {
+			bars.unit[q] = make_uint4(tile.x, tile.y, at.rb, 0);
+			ptx_mbar_arrive(ptx_smem(&bars.q_full[q]));
+			next = gridDim.x + atomicAdd(&a.claim[SECOND], 1u);
+		}
+		if (!work)
+			return;
+		wide_feed<N, G>(a, m, SECOND ? a.h_panels : a.x_panels, tile, at.rb, r);
+		u = __shfl_sync(~0u, next, 0);
+	}
 }
 
-/* False: there is none. */
-__device__ __forceinline__ bool
-wide_unit_next(const struct moe_wide &a, struct wide_way &w, uint2 &tile, uint32_t &rb)
+/* The next unit; a warp. */
+__device__ __forceinline__ uint4 wide_take(struct wide_bars &bars, struct wide_ring &r)
 {
-	if (w.u >= w.units)
-		return false;
-	rb = moe_unit_where(w.u, w.nr_tiles, w.rblocks).rb;
-	tile = w.next;
-	w.u += gridDim.x;
-	if (w.u < w.units)
-		w.next =
-			__ldcg(&a.tiles[moe_unit_where(w.u, w.nr_tiles, w.rblocks).tile]);
-	return true;
+	const uint32_t q = r.units % WIDE_QUEUE;
+	uint4 unit;
+
+	ptx_mbar_wait(ptx_smem(&bars.q_full[q]), r.units / WIDE_QUEUE % 2);
+	unit = bars.unit[q];
+	__syncwarp();
+	if (threadIdx.x % 32 == 0)
+		ptx_mbar_arrive(ptx_smem(&bars.q_empty[q]));
+	r.units++;
+	return unit;
 }
 
 template <int N, int G, bool SECOND>
@@ -366,11 +382,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 	using S = wide_size<N, G>;
 	MOE_DYNAMIC(dynamic);
 	MOE_SHARED(struct wide_bars, bars);
-	const struct wide_mat &m = SECOND ? a.w2 : a.w13;
-	const uint32_t rblocks = (m.mtiles + WIDE_WARPS - 1) / WIDE_WARPS;
 	struct wide_ring r = {};
-	uint2 tile;
-	uint32_t rb;
 
 	r.tokens = ((ptx_smem(dynamic) + 1023u) & ~1023u) + WIDE_WARPS * WIDE_TURN;
 	r.bricks = r.tokens + S::STAGES * S::TOKENS;
@@ -381,6 +393,10 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 			ptx_mbar_init(r.full + 8 * i, 1);
 			ptx_mbar_init(r.empty + 8 * i, WIDE_WARPS);
 		}
+		for (uint32_t i = 0; i < WIDE_QUEUE; i++) {
+			ptx_mbar_init(ptx_smem(&bars.q_full[i]), 1);
+			ptx_mbar_init(ptx_smem(&bars.q_empty[i]), WIDE_WARPS);
+		}
 		ptx_fence_async();
 	}
 	__syncthreads();
@@ -388,17 +404,12 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1)
 	ptx_grid_wait();
 	if (threadIdx.x >= WIDE_USERS) {
 		SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WIDE_REGS_FEED));
-		if (threadIdx.x >= WIDE_USERS + 32)
-			return;
-		for (struct wide_way w = wide_begin(a, rblocks);
-		     wide_unit_next(a, w, tile, rb);)
-			wide_feed<N, G>(a, m, SECOND ? a.h_panels : a.x_panels, tile, rb,
-					r);
+		if (threadIdx.x < WIDE_USERS + 32)
+			wide_claim<N, G, SECOND>(a, bars, r);
 	} else {
 		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WIDE_REGS_USE));
-		for (struct wide_way w = wide_begin(a, rblocks);
-		     wide_unit_next(a, w, tile, rb);)
-			wide_pick<N, G, SECOND>(a, tile, rb, r);
+		for (uint4 unit; (unit = wide_take(bars, r)).x;)
+			wide_pick<N, G, SECOND>(a, make_uint2(unit.x, unit.y), unit.z, r);
 	}
 }
 

@@ -32,6 +32,8 @@ struct moe_wide {
 	const uint2 *tiles;
 	const uint32_t *list;
 	const uint32_t *place; /* INT4 only */
+	uint32_t *
+		claim; /* INT4 only: [2] units claimed of each product; cleared by the plan */
 	uint8_t *x_panels; /* [hidden / 64][nr_slots][128 bytes], in the plan's order */
 	float *x_back;	   /* [nr_slots] what a row of x_panels was divided by, / 64 */
 	float *h;	   /* [nr_slots][inter], in the plan's order */
