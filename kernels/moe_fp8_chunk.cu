@@ -18,11 +18,10 @@
 #define PACK_THREADS 128u
 #define TOP_K_MAX    32u
 
-/* Eight columns' codes and, from 16 lanes' 128 columns, their scale. */
-__device__ __forceinline__ uint2 chunk_round(const uint4 &raw, float *ret_scale)
+/* The largest |value| of eight bf16, NaN left out; and the values. */
+__device__ __forceinline__ uint32_t chunk_open(const uint4 &raw, float *v)
 {
 	const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
-	float v[8], scale;
 	uint32_t top = 0;
 
 #pragma unroll
@@ -32,17 +31,37 @@ __device__ __forceinline__ uint2 chunk_round(const uint4 &raw, float *ret_scale)
 		v[e] = __uint_as_float(e % 2 ? w[e / 2] & 0xffff0000u : w[e / 2] << 16);
 		top = max(top, m > 0x7f800000u ? 0u : m);
 	}
-#pragma unroll
-	for (int o = 1; o < 16; o *= 2)
-		top = max(top, __shfl_xor_sync(~0u, top, o));
-	scale = kvk_fp8_act_scale(__uint_as_float(top));
-	kvk_quant_div(v, kvk_quant_make(scale));
-	*ret_scale = scale;
-	return make_uint2(arch_f32_e4m3(v[0], v[1]) | arch_f32_e4m3(v[2], v[3]) << 16,
-			  arch_f32_e4m3(v[4], v[5]) | arch_f32_e4m3(v[6], v[7]) << 16);
+	return top;
 }
 
-/* A token's row goes to each of its slots' places. grid: (tokens) */
+/* Sixteen columns' codes and, from eight lanes' 128 columns, their scale. */
+__device__ __forceinline__ uint4 chunk_round(const uint4 &lo, const uint4 &hi,
+					     float *ret_scale)
+{
+	uint32_t top, codes[4];
+	struct kvk_quant q;
+	float v[2][8];
+
+	top = max(chunk_open(lo, v[0]), chunk_open(hi, v[1]));
+#pragma unroll
+	for (int o = 1; o < 8; o *= 2)
+		top = max(top, __shfl_xor_sync(~0u, top, o));
+	*ret_scale = kvk_fp8_act_scale(__uint_as_float(top));
+	q = kvk_quant_make(*ret_scale);
+#pragma unroll
+	for (int i = 0; i < 4; i++) {
+		float *p = &v[i / 2][i % 2 * 4];
+		float four[4] = {p[0], p[1], p[2], p[3]};
+
+		kvk_quant_div(four, q);
+		codes[i] = arch_f32_e4m3(four[0], four[1]) |
+			   arch_f32_e4m3(four[2], four[3]) << 16;
+	}
+	return make_uint4(codes[0], codes[1], codes[2], codes[3]);
+}
+
+/* A token's row goes to each of its slots' places; a lane has 16 columns of it at a time.
+ * grid: (tokens) */
 __global__ void __launch_bounds__(PACK_THREADS)
 	chunk_pack(const __grid_constant__ struct moe_chunk a)
 {
@@ -56,21 +75,23 @@ __global__ void __launch_bounds__(PACK_THREADS)
 	if (threadIdx.x < a.top_k)
 		place[threadIdx.x] = __ldcg(&a.place[blockIdx.x * a.top_k + threadIdx.x]);
 	__syncthreads();
-	for (uint32_t i = threadIdx.x; i < (a.hidden / 8 + 31) / 32 * 32;
+	for (uint32_t i = threadIdx.x; i < (a.hidden / 16 + 31) / 32 * 32;
 	     i += PACK_THREADS) {
-		const bool there = i < a.hidden / 8;
+		const bool there = i < a.hidden / 16;
+		const uint4 zero = make_uint4(0, 0, 0, 0);
 		float scale;
-		const uint2 codes = chunk_round(
-			there ? __ldg(x + i) : make_uint4(0, 0, 0, 0), &scale);
+		const uint4 codes =
+			chunk_round(there ? __ldg(x + 2 * i) : zero,
+				    there ? __ldg(x + 2 * i + 1) : zero, &scale);
 
 		for (uint32_t j = 0; j < a.top_k && there; j++) {
 			const uint32_t pos = place[j] & ((1u << MOE_PLACE_ROW) - 1);
 			const uint32_t row = place[j] >> MOE_PLACE_ROW;
 
-			*(uint2 *)(a.x_codes + i / 16 * panel + pos * 128ull +
-				   ((i / 2 ^ row) & 7) * 16 + i % 2 * 8) = codes;
-			if (i % 16 == 0)
-				a.x_scales[(uint64_t)(i / 16) * a.nr_slots + pos] = scale;
+			*(uint4 *)(a.x_codes + i / 8 * panel + pos * 128ull +
+				   ((i ^ row) & 7) * 16) = codes;
+			if (i % 8 == 0)
+				a.x_scales[(uint64_t)(i / 8) * a.nr_slots + pos] = scale;
 		}
 	}
 }

@@ -265,6 +265,7 @@ static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,
 	plan.even = w.tile_tokens == 128;
 	w.claim = plan.zero = (uint32_t *)(ws + l->done1); /* nobody counts there now */
 	plan.nr_zero = 2;
+	plan.counts = (uint32_t *)(ws + l->out); /* nothing is there yet */
 	w.tiles_max = l->tiles_max;
 	w.group = e->group;
 	w.scale_f16 = e->scale_dtype == KVK_F16;

@@ -407,6 +407,7 @@ static int plain_run(const struct kvk_moe_args *a, kvk_stream stream)
 		plan.zero = (uint32_t *)ws + 2;
 		plan.nr_zero = 2;
 	}
+	plan.counts = (uint32_t *)(ws + l.out); /* nothing is there yet */
 	plan.nr_tiles = (uint32_t *)ws;
 	plan.tiles = (uint2 *)(ws + l.tiles);
 	plan.list = (uint32_t *)(ws + l.list);

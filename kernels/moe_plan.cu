@@ -1,21 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * moe_plan.cu - counting sort of a step's slots by expert, in one CTA.
+ * moe_plan.cu - counting sort of a step's slots by expert, in one CTA or in many.
  *
  * Each warp owns a run of slots: it counts them per expert, the counts become offsets
  * (warps before, experts before), and the warp walks its run again to place them. Inside
  * 32 slots match.any gives equal experts, lower lanes first: a stable sort without
- * atomics.
+ * atomics. Many CTAs have a share of the slots each, and a kernel before counts all shares
+ * (there with atomics: the order does not matter).
  */
 #include <errno.h>
 #include "moe_plan.cuh"
 #include "moe_ptx.cuh"
+#include "moe_start.cuh"
 
 #define WARPS (MOE_PLAN_THREADS / 32u)
 
 struct plan_shared {
 	uint16_t count[WARPS][MOE_PLAN_EXPERTS];
 	uint32_t first[MOE_PLAN_EXPERTS];
+	uint32_t row[MOE_PLAN_EXPERTS]; /* slots of the expert in the CTAs before */
 	uint64_t warp_sum[WARPS];
 };
 
@@ -68,10 +71,12 @@ __device__ __forceinline__ void plan_walk(const struct moe_plan &p,
 
 			__syncwarp();
 			if (slot < to && place) {
-				p.list[sh.first[id] + base + rank] = slot;
+				const uint32_t pos = sh.first[id] + base + rank;
+
+				p.list[pos] = slot;
 				if (p.place)
-					p.place[slot] = (sh.first[id] + base + rank) |
-							(base + rank) << MOE_PLACE_ROW;
+					p.place[slot] = pos | (sh.row[id] + base + rank)
+								      << MOE_PLACE_ROW;
 			}
 			if (slot < to && rank == 0)
 				sh.count[warp][id] = (uint16_t)(base + __popc(same));
@@ -84,6 +89,52 @@ __device__ __forceinline__ void plan_zero(const struct moe_plan &p)
 {
 	for (uint32_t i = threadIdx.x; i < p.nr_zero; i += blockDim.x)
 		p.zero[i] = 0;
+}
+
+/* A CTA's slots. */
+__device__ __forceinline__ uint2 plan_share(const struct moe_plan &p)
+{
+	const uint32_t each = ((p.nr_slots + gridDim.x - 1) / gridDim.x + 31) / 32 * 32;
+
+	return make_uint2(min(blockIdx.x * each, p.nr_slots),
+			  min((blockIdx.x + 1) * each, p.nr_slots));
+}
+
+/* Counts of all shares. */
+__global__ void __launch_bounds__(MOE_PLAN_THREADS)
+	moe_count_kernel(const struct moe_plan p)
+{
+	using counts = uint32_t[MOE_PLAN_EXPERTS];
+	MOE_SHARED(counts, count);
+	const uint2 share = plan_share(p);
+
+	for (uint32_t e = threadIdx.x; e < p.nr_experts; e += MOE_PLAN_THREADS)
+		count[e] = 0;
+	ptx_grid_launch();
+	ptx_grid_wait();
+	__syncthreads();
+	for (uint32_t i = share.x + threadIdx.x; i < share.y; i += MOE_PLAN_THREADS)
+		atomicAdd(&count[plan_id(p, i)], 1u);
+	__syncthreads();
+	for (uint32_t e = threadIdx.x; e < p.nr_experts; e += MOE_PLAN_THREADS)
+		p.counts[blockIdx.x * p.nr_experts + e] = count[e];
+}
+
+/* An expert's slots in all shares; @before: in those before this CTA's */
+__device__ __forceinline__ uint32_t plan_total(const struct moe_plan &p, uint32_t e,
+					       uint32_t *before)
+{
+	uint32_t total = 0;
+
+	*before = 0;
+#pragma unroll 8
+	for (uint32_t c = 0; c < gridDim.x; c++) {
+		const uint32_t n = __ldcg(&p.counts[c * p.nr_experts + e]);
+
+		total += n;
+		*before += c < blockIdx.x ? n : 0;
+	}
+	return total;
 }
 
 __global__ void moe_zero_kernel(const struct moe_plan p)
@@ -108,11 +159,13 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 {
 	MOE_SHARED(struct plan_shared, sh);
 	const uint32_t e = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-	const uint32_t warps = min((p.nr_slots + 31) / 32, WARPS);
-	const uint32_t run = (p.nr_slots + warps * 32 - 1) / (warps * 32) * 32;
-	const uint32_t from = min(warp * run, p.nr_slots),
-		       to = min(from + run, p.nr_slots);
-	uint32_t total = 0, tiles, places;
+	const uint2 share = plan_share(p);
+	const uint32_t warps = min((share.y - share.x + 31) / 32, WARPS);
+	const uint32_t run =
+		warps ? (share.y - share.x + warps * 32 - 1) / (warps * 32) * 32 : 0;
+	const uint32_t from = min(share.x + warp * run, share.y),
+		       to = min(from + run, share.y);
+	uint32_t total = 0, before = 0, tiles, places;
 	uint64_t at;
 
 	ptx_grid_wait();
@@ -123,7 +176,8 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 		__syncwarp();
 		plan_walk(p, sh, from, to, false);
 	}
-	plan_zero(p);
+	if (blockIdx.x == 0)
+		plan_zero(p);
 	__syncthreads();
 	for (uint32_t w = 0; w < warps && e < p.nr_experts; w++) {
 		uint32_t c = sh.count[w][e];
@@ -131,39 +185,49 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 		sh.count[w][e] = (uint16_t)total;
 		total += c;
 	}
+	if (gridDim.x > 1 && e < p.nr_experts)
+		total = plan_total(p, e, &before);
 	tiles = (total + p.tile_tokens - 1) / p.tile_tokens;
 	places = p.pairs ? (tiles + 1) / 2 * 2 : tiles;
 	at = block_scan(sh, (uint64_t)places << 32 | total);
-	if (e < p.nr_experts)
-		sh.first[e] = (uint32_t)at;
-	if (e == MOE_PLAN_THREADS - 1)
+	if (e < p.nr_experts) {
+		sh.first[e] = (uint32_t)at + before;
+		sh.row[e] = before;
+	}
+	if (e == MOE_PLAN_THREADS - 1 && blockIdx.x == 0)
 		*p.nr_tiles = (uint32_t)(at >> 32) + places;
 	__syncthreads();
 	const uint32_t each = plan_tile(p, total, tiles);
 
-	for (uint32_t i = 0; i < tiles; i++)
+	for (uint32_t i = 0; i < tiles && blockIdx.x == 0; i++)
 		p.tiles[(at >> 32) + i] = make_uint2(
 			e | min(each, total - i * each) << 16, (uint32_t)at + i * each);
-	if (places > tiles)
+	if (places > tiles && blockIdx.x == 0)
 		p.tiles[(at >> 32) + tiles] = make_uint2(e, 0);
 	if (warp < warps)
 		plan_walk(p, sh, from, to, true);
 }
 
+/* CTAs that sort so many slots. */
+static uint32_t plan_ctas(uint32_t nr_slots)
+{
+	const uint32_t nr = nr_slots / MOE_PLAN_SHARE;
+
+	return nr < 2 ? 1 : nr < MOE_PLAN_CTAS ? nr : MOE_PLAN_CTAS;
+}
+
 int moe_plan_launch(const struct moe_plan *p, void *stream)
 {
-	cudaLaunchAttribute attr[1] = {};
-	cudaLaunchConfig_t cfg = {};
+	const uint32_t ctas = p->counts ? plan_ctas(p->nr_slots) : 1;
+	int r;
 
-	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-	attr[0].val.programmaticStreamSerializationAllowed = 1;
-	cfg.gridDim = dim3(1);
-	cfg.blockDim = dim3(p->only_zero ? 256 : MOE_PLAN_THREADS);
-	cfg.stream = (cudaStream_t)stream;
-	cfg.attrs = attr;
-	cfg.numAttrs = 1;
-	if (cudaLaunchKernelEx(&cfg, p->only_zero ? moe_zero_kernel : moe_plan_kernel,
-			       *p))
-		return -EIO;
-	return 0;
+	if (p->only_zero)
+		return moe_start(moe_zero_kernel, dim3(1), 256, 0, p, stream);
+	if (ctas > 1) {
+		r = moe_start(moe_count_kernel, dim3(ctas), MOE_PLAN_THREADS, 0, p,
+			      stream);
+		if (r)
+			return r;
+	}
+	return moe_start(moe_plan_kernel, dim3(ctas), MOE_PLAN_THREADS, 0, p, stream);
 }

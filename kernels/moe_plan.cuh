@@ -2,8 +2,9 @@
 /*
  * moe_plan.cuh - sort a step's slots by expert and cut them into token tiles.
  *
- * One CTA; also zeroes the counters of the kernel that follows. Slots of an expert keep
- * their order, so every kernel that reads the plan sees the same tiles.
+ * One CTA, or many where there are many slots and memory for their counts; also zeroes the
+ * counters of the kernel that follows. Slots of an expert keep their order, so every kernel
+ * that reads the plan sees the same tiles, whoever made it.
  */
 #ifndef KVK_MOE_PLAN_CUH
 #define KVK_MOE_PLAN_CUH
@@ -12,6 +13,8 @@
 
 #define MOE_PLAN_THREADS 1024u
 #define MOE_PLAN_EXPERTS 512u
+#define MOE_PLAN_SHARE	 2048u /* slots a CTA is worth */
+#define MOE_PLAN_CTAS	 64u
 #define MOE_PLACE_ROW	 29u
 
 /* struct moe_plan - all pointers are device memory; a slot is token * top_k + k */
@@ -25,8 +28,10 @@ struct moe_plan {
 	uint32_t
 		even; /* an expert's tiles are about equal, not full but for the last one; only
 			* for tiles of 128 */
-	uint32_t pairs; /* an even number of tiles an expert; the last may have no tokens */
+	uint32_t
+		pairs; /* an even number of tiles an expert; the last may have no tokens */
 	uint32_t only_zero; /* the kernel that follows sorts for itself */
+	uint32_t *counts;   /* or NULL: [MOE_PLAN_CTAS][nr_experts], until it is done */
 	uint32_t *nr_tiles; /* written */
 	uint2 *tiles;	    /* expert | tokens << 16, first position in list */
 	uint32_t *list;	    /* slots sorted by expert */

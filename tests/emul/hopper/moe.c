@@ -261,14 +261,15 @@ KVT_TEST(hopper_fp8_wide)
  * half a unit. */
 KVT_TEST(hopper_fp8_chunk)
 {
-	static const u32 counts[] = {9, 40, 70, 150}, more[] = {300};
+	static const u32 counts[] = {9, 40, 70, 150}, more[] = {300, 1550};
 
 	moe_tokens(
 		(struct moe_case){KVK_E4M3, 384, 256, 0, KVK_BF16, 7, 3, 0, false, false},
 		counts, 4);
+	/* the second time three blocks sort */
 	moe_tokens(
 		(struct moe_case){KVK_E4M3, 128, 128, 0, KVK_BF16, 5, 4, 0, false, false},
-		more, 1);
+		more, 2);
 }
 
 /* An engine asks once, for its largest step. */
