@@ -250,7 +250,8 @@ static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,
 	w.list = plan.list = (uint32_t *)(ws + l->list);
 	w.place = plan.place = (uint32_t *)(ws + l->place);
 	w.h = (float *)(ws + l->h);
-	w.out = (float *)(ws + l->out);
+	w.out_f16 = (uint16_t *)(ws + l->out);
+	w.out_back = (float *)(w.out_f16 + (size_t)a->nr_tokens * a->top_k * e->hidden);
 	w.x_panels = ws + l->out; /* read before out is written */
 	w.h_panels = ws + l->h_panels;
 	w.x_back = (float *)(ws + l->x_back);

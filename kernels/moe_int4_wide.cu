@@ -19,14 +19,6 @@
 #define PACK_WARPS  8u
 #define PACK_PIECES (MOE_WIDE_COLS / 8 / PACK_WARPS / 32)
 
-/* Power of two that brings a largest value near 2^14; 1 for Inf and NaN. */
-__device__ __forceinline__ float pack_scale(uint32_t amax_bits)
-{
-	const uint32_t e = amax_bits >> 23;
-
-	return e == 255 ? 1.0f : __uint_as_float((268u - (e < 15 ? 15u : e)) << 23);
-}
-
 /* Two neighbours of a row. */
 __device__ __forceinline__ float2 pack_two(const uint16_t *row, uint32_t i)
 {
@@ -78,7 +70,7 @@ __device__ __forceinline__ void pack_row(const X *row, uint32_t cols, uint8_t *p
 					   __float_as_uint(v[k][t].y) & 0x7fffffffu));
 		}
 	}
-	scale = pack_scale(pack_top(top));
+	scale = moe_wide_scale(pack_top(top));
 #pragma unroll
 	for (uint32_t k = 0; k < PACK_PIECES; k++) {
 		const uint32_t i = threadIdx.x + k * PACK_WARPS * 32;
@@ -101,7 +93,7 @@ __device__ __forceinline__ void pack_row(const X *row, uint32_t cols, uint8_t *p
 	/* its inverse, exactly */
 	if (threadIdx.x < nr_places)
 		backs[__ldcg(place + threadIdx.x) & ((1u << MOE_PLACE_ROW) - 1)] =
-			__uint_as_float((254u << 23) - __float_as_uint(scale)) / 64.0f;
+			moe_wide_inverse(scale) / 64.0f;
 }
 
 /* grid: (tokens), or (slots) */
@@ -163,6 +155,51 @@ __global__ void __launch_bounds__(256) wide_sum(const __grid_constant__ struct m
 	*y = make_uint2(ptx_bf16x2(s[0], s[1]), ptx_bf16x2(s[2], s[3]));
 }
 
+/* The same of eight columns, from f16. grid: (hidden / 2048, tokens) */
+__global__ void __launch_bounds__(256)
+	wide_sum_f16(const __grid_constant__ struct moe_wide a)
+{
+	const uint32_t col = (blockIdx.x * 256 + threadIdx.x) * 8;
+	const uint64_t tok = blockIdx.y;
+	float s[8] = {};
+
+	ptx_grid_launch();
+	ptx_grid_wait();
+	if (col >= a.hidden)
+		return;
+	uint4 *y = (uint4 *)(a.y + tok * a.hidden + col);
+
+#pragma unroll 8
+	for (uint32_t j = 0; j < a.top_k; j++) {
+		const uint64_t slot = tok * a.top_k + j;
+		const uint4 o =
+			__ldcg((const uint4 *)(a.out_f16 + slot * a.hidden + col));
+		const float back = __ldcg(&a.out_back[slot * (a.hidden / 32) + col / 32]);
+		const float w = __ldcg(&a.ids[slot]) < a.nr_experts
+					? __ldcg(&a.weights[slot]) * back
+					: __uint_as_float(0x7fc00000u);
+		const uint32_t p[4] = {o.x, o.y, o.z, o.w};
+
+#pragma unroll
+		for (int i = 0; i < 4; i++) {
+			s[2 * i] += w * ptx_f16_f32(p[i] & 0xffffu);
+			s[2 * i + 1] += w * ptx_f16_f32(p[i] >> 16);
+		}
+	}
+	if (a.accumulate) {
+		const uint4 old = *y;
+		const uint32_t p[4] = {old.x, old.y, old.z, old.w};
+
+#pragma unroll
+		for (int i = 0; i < 4; i++) {
+			s[2 * i] += __uint_as_float(p[i] << 16);
+			s[2 * i + 1] += __uint_as_float(p[i] & 0xffff0000u);
+		}
+	}
+	*y = make_uint4(ptx_bf16x2(s[0], s[1]), ptx_bf16x2(s[2], s[3]),
+			ptx_bf16x2(s[4], s[5]), ptx_bf16x2(s[6], s[7]));
+}
+
 static int wide_product(const struct moe_wide *a, int second, void *stream)
 {
 	switch (a->group) {
@@ -184,6 +221,7 @@ int moe_wide_sum(const struct moe_wide *a, void *stream)
 
 int moe_wide_launch(const struct moe_wide *a, void *stream)
 {
+	const dim3 sums((a->hidden + 2047) / 2048, a->nr_tokens);
 	int r;
 
 	r = moe_start(wide_pack<false>, dim3(a->nr_tokens), PACK_WARPS * 32, 0, a,
@@ -195,5 +233,5 @@ int moe_wide_launch(const struct moe_wide *a, void *stream)
 			      stream);
 	if (!r)
 		r = wide_product(a, 1, stream);
-	return r ? r : moe_wide_sum(a, stream);
+	return r ? r : moe_start(wide_sum_f16, sums, 256, 0, a, stream);
 }

@@ -250,6 +250,29 @@ __device__ __forceinline__ float *wide_turn(void)
 			 threadIdx.x / 32 * WIDE_TURN);
 }
 
+/* Four of a slot's 32 columns, of eight lanes; as f16 with a scale of their own. */
+__device__ __forceinline__ void wide_store_four(const struct moe_wide &a, const float4 &v,
+						uint64_t slot, uint32_t mtile, bool there)
+{
+	const uint32_t lane = threadIdx.x % 32;
+	uint32_t top = max(max(__float_as_uint(v.x) & 0x7fffffffu,
+			       __float_as_uint(v.y) & 0x7fffffffu),
+			   max(__float_as_uint(v.z) & 0x7fffffffu,
+			       __float_as_uint(v.w) & 0x7fffffffu));
+	float scale;
+
+#pragma unroll
+	for (int o = 1; o < 8; o *= 2)
+		top = max(top, __shfl_xor_sync(~0u, top, o));
+	if (!there)
+		return;
+	scale = moe_wide_scale(top);
+	*(uint2 *)(a.out_f16 + slot * a.hidden + mtile * 32 + lane % 8 * 4) = make_uint2(
+		ptx_f16x2(v.x * scale, v.y * scale), ptx_f16x2(v.z * scale, v.w * scale));
+	if (lane % 8 == 0)
+		a.out_back[slot * (a.hidden / 32) + mtile] = moe_wide_inverse(scale);
+}
+
 /* Tokens 16 at a time through the warp's own 2 KB: a lane has four rows of a token each, and
  * stored from there they would be sectors of 32 bytes. Piece c of a token is at c ^ its number. */
 template <int N>
@@ -288,9 +311,7 @@ __device__ __forceinline__ void wide_store_out(const struct moe_wide &a,
 						     (lane % 8 ^ (i & 7)) * 4);
 
 			v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
-			if (c * 16 + i < n)
-				*(float4 *)(a.out + to * a.hidden + mtile * 32 +
-					    lane % 8 * 4) = v;
+			wide_store_four(a, v, to, mtile, c * 16 + i < n);
 		}
 		__syncwarp();
 	}

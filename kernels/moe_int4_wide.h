@@ -39,7 +39,9 @@ struct moe_wide {
 	float *h;	   /* [nr_slots][inter], in the plan's order */
 	uint8_t *h_panels; /* as x_panels */
 	float *h_back;
-	float *out; /* [slot][hidden] */
+	float *out;	   /* [slot][hidden]; INT4: not used */
+	uint16_t *out_f16; /* INT4: [slot][hidden] f16, of a block of 32 times ... */
+	float *out_back;   /* ... [slot][hidden / 32] */
 	uint32_t hidden;
 	uint32_t inter;
 	uint32_t nr_tokens;
@@ -53,10 +55,24 @@ struct moe_wide {
 	uint32_t accumulate;
 };
 
+/* Power of two that brings a largest value near 2^14; 1 for Inf and NaN. Its inverse is the
+ * float of 254 << 23 minus its bits. */
+static __device__ __forceinline__ float moe_wide_scale(uint32_t amax_bits)
+{
+	const uint32_t e = amax_bits >> 23;
+
+	return e == 255 ? 1.0f : __uint_as_float((268u - (e < 15 ? 15u : e)) << 23);
+}
+
+static __device__ __forceinline__ float moe_wide_inverse(float scale)
+{
+	return __uint_as_float((254u << 23) - __float_as_uint(scale));
+}
+
 /* What follows the plan. 0 or -EIO. */
 int moe_wide_launch(const struct moe_wide *a, void *stream);
 
-/* The last step alone: y from out. */
+/* The last step alone: y from out (not out_f16). */
 int moe_wide_sum(const struct moe_wide *a, void *stream);
 
 /* One product, one per group size, each in its own file: they take long to compile. */
