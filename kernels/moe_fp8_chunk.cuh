@@ -537,6 +537,7 @@ __global__ void __launch_bounds__(FC_THREADS, 1)
 				fc_factors<SECOND>(a, sh, make_uint2(unit.x, unit.y),
 						   unit.z, r);
 	}
+	__syncwarp();
 	ptx_cluster_sync(); /* nobody leaves while the other CTA may write to it */
 }
 
