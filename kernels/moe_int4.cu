@@ -249,7 +249,8 @@ static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,
 	w.tiles = plan.tiles = (uint2 *)(ws + l->tiles);
 	w.list = plan.list = (uint32_t *)(ws + l->list);
 	w.place = plan.place = (uint32_t *)(ws + l->place);
-	w.h = (float *)(ws + l->h);
+	w.h_f16 = (uint16_t *)(ws + l->h);
+	w.h_scale = (float *)(w.h_f16 + (size_t)a->nr_tokens * a->top_k * e->inter);
 	w.out_f16 = (uint16_t *)(ws + l->out);
 	w.out_back = (float *)(w.out_f16 + (size_t)a->nr_tokens * a->top_k * e->hidden);
 	w.x_panels = ws + l->out; /* read before out is written */

@@ -27,9 +27,19 @@ __device__ __forceinline__ float2 pack_two(const uint16_t *row, uint32_t i)
 	return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
 }
 
-__device__ __forceinline__ float2 pack_two(const float *row, uint32_t i)
+/* struct pack_h - a row of h */
+struct pack_h {
+	const uint16_t *f16;
+	const float *scale;
+};
+
+__device__ __forceinline__ float2 pack_two(const struct pack_h &row, uint32_t i)
 {
-	return __ldcg((const float2 *)row + i);
+	const uint32_t v = __ldcg((const uint32_t *)row.f16 + i);
+	const float scale = __ldcg(row.scale + i / 8);
+
+	return make_float2(ptx_f16_f32(v & 0xffffu) * scale,
+			   ptx_f16_f32(v >> 16) * scale);
 }
 
 /* The largest value's bits of the CTA's threads. */
@@ -50,7 +60,7 @@ __device__ __forceinline__ uint32_t pack_top(uint32_t top)
 
 /* One row to its places; a CTA. A thread has up to PACK_PIECES pieces of eight columns. */
 template <typename X>
-__device__ __forceinline__ void pack_row(const X *row, uint32_t cols, uint8_t *panels,
+__device__ __forceinline__ void pack_row(const X &row, uint32_t cols, uint8_t *panels,
 					 float *backs, uint32_t nr_slots,
 					 const uint32_t *place, uint32_t nr_places)
 {
@@ -109,11 +119,13 @@ __global__ void __launch_bounds__(PACK_WARPS * 32)
 		const uint32_t *place = a.place + row;
 		const uint32_t pos = __ldcg(place) & ((1u << MOE_PLACE_ROW) - 1);
 
-		pack_row(a.h + (uint64_t)pos * a.inter, a.inter, a.h_panels, a.h_back,
-			 a.nr_slots, place, 1);
+		const struct pack_h h = {a.h_f16 + (uint64_t)pos * a.inter,
+					 a.h_scale + (uint64_t)pos * (a.inter / 16)};
+
+		pack_row(h, a.inter, a.h_panels, a.h_back, a.nr_slots, place, 1);
 	} else {
-		pack_row(a.x + row * a.hidden, a.hidden, a.x_panels, a.x_back, a.nr_slots,
-			 a.place + row * a.top_k, a.top_k);
+		pack_row((const uint16_t *)a.x + row * a.hidden, a.hidden, a.x_panels,
+			 a.x_back, a.nr_slots, a.place + row * a.top_k, a.top_k);
 	}
 }
 

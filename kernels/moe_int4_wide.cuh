@@ -215,32 +215,6 @@ __device__ __forceinline__ void wide_unit(float (&acc)[2][N / 2], uint32_t kbric
 /* ------------------------------------------------------------------------------- results
  */
 
-template <int N>
-__device__ __forceinline__ void wide_store_h(const struct moe_wide &a,
-					     const float (&acc)[2][N / 2], uint2 tile,
-					     uint32_t mtile)
-{
-	const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-
-#pragma unroll
-	for (int i = 0; i < N / 4; i++) {
-		const uint32_t token = i / 2 * 8 + 2 * t + i % 2, pos = tile.y + token;
-		const int f = i / 2 * 4 + i % 2;
-
-		if (token >= tile.x >> 16)
-			continue;
-		const float back = __ldcg(&a.x_back[pos]);
-		float *h = a.h + (uint64_t)pos * a.inter + mtile * 16 + g;
-
-#pragma unroll
-		for (int m = 0; m < 2; m++) {
-			const float gate = acc[m][f] * back, up = acc[m][f + 2] * back;
-
-			h[m * 8] = gate / (1.0f + __expf(-gate)) * up;
-		}
-	}
-}
-
 /* The warp's share of where results are turned over: before the ring. */
 __device__ __forceinline__ float *wide_turn(void)
 {
@@ -250,11 +224,10 @@ __device__ __forceinline__ float *wide_turn(void)
 			 threadIdx.x / 32 * WIDE_TURN);
 }
 
-/* Four of a slot's 32 columns, of eight lanes; as f16 with a scale of their own. */
-__device__ __forceinline__ void wide_store_four(const struct moe_wide &a, const float4 &v,
-						uint64_t slot, uint32_t mtile, bool there)
+/* As f16: four values of one of NR lanes that share a scale, times it, and its inverse. */
+template <int NR>
+__device__ __forceinline__ uint2 wide_round(const float4 &v, float *ret_inverse)
 {
-	const uint32_t lane = threadIdx.x % 32;
 	uint32_t top = max(max(__float_as_uint(v.x) & 0x7fffffffu,
 			       __float_as_uint(v.y) & 0x7fffffffu),
 			   max(__float_as_uint(v.z) & 0x7fffffffu,
@@ -262,15 +235,60 @@ __device__ __forceinline__ void wide_store_four(const struct moe_wide &a, const 
 	float scale;
 
 #pragma unroll
-	for (int o = 1; o < 8; o *= 2)
+	for (int o = 1; o < NR; o *= 2)
 		top = max(top, __shfl_xor_sync(~0u, top, o));
-	if (!there)
-		return;
 	scale = moe_wide_scale(top);
-	*(uint2 *)(a.out_f16 + slot * a.hidden + mtile * 32 + lane % 8 * 4) = make_uint2(
-		ptx_f16x2(v.x * scale, v.y * scale), ptx_f16x2(v.z * scale, v.w * scale));
-	if (lane % 8 == 0)
-		a.out_back[slot * (a.hidden / 32) + mtile] = moe_wide_inverse(scale);
+	*ret_inverse = moe_wide_inverse(scale);
+	return make_uint2(ptx_f16x2(v.x * scale, v.y * scale),
+			  ptx_f16x2(v.z * scale, v.w * scale));
+}
+
+/* h of the warp's 16 columns, 16 tokens at a time through its own 2 KB: piece c of a token is
+ * at c ^ half its number. */
+template <int N>
+__device__ __forceinline__ void wide_store_h(const struct moe_wide &a,
+					     const float (&acc)[2][N / 2], uint2 tile,
+					     uint32_t mtile)
+{
+	const uint32_t lane = threadIdx.x % 32, n = tile.x >> 16;
+	float *mine = wide_turn(), back = 0.0f;
+
+#pragma unroll
+	for (uint32_t c = 0; c < N / 16; c++) {
+		if (c * 16 >= n)
+			continue;
+		if (c % 2 == 0 && c * 16 + lane < n)
+			back = __ldcg(&a.x_back[tile.y + c * 16 + lane]);
+#pragma unroll
+		for (uint32_t i = 0; i < 8; i++) {
+			const uint32_t token = i / 4 * 8 + lane % 4 * 2 + i / 2 % 2;
+			const uint32_t col = i % 2 * 8 + lane / 4;
+			const uint32_t f = c * 8 + i / 4 * 4 + i / 2 % 2;
+			const float b = __shfl_sync(~0u, back, c % 2 * 16 + token);
+			const float gate = acc[i % 2][f] * b, up = acc[i % 2][f + 2] * b;
+
+			mine[token * 16 + ((col / 4 ^ token / 2) & 3) * 4 + col % 4] =
+				gate / (1.0f + __expf(-gate)) * up;
+		}
+		__syncwarp();
+#pragma unroll
+		for (uint32_t j = 0; j < 2; j++) {
+			const uint32_t i = j * 8 + lane / 4, piece = lane % 4;
+			const uint64_t pos = tile.y + c * 16 + i;
+			float inverse;
+			const uint2 v = wide_round<4>(
+				*(const float4 *)(mine + i * 16 +
+						  ((piece ^ i / 2) & 3) * 4),
+				&inverse);
+
+			if (c * 16 + i >= n)
+				continue;
+			*(uint2 *)(a.h_f16 + pos * a.inter + mtile * 16 + piece * 4) = v;
+			if (piece == 0)
+				a.h_scale[pos * (a.inter / 16) + mtile] = inverse;
+		}
+		__syncwarp();
+	}
 }
 
 /* Tokens 16 at a time through the warp's own 2 KB: a lane has four rows of a token each, and
@@ -307,11 +325,19 @@ __device__ __forceinline__ void wide_store_out(const struct moe_wide &a,
 			const uint32_t i = j * 4 + lane / 8;
 			const uint64_t to = __shfl_sync(~0u, slot, c % 2 * 16 + i);
 			const float f = __shfl_sync(~0u, back, c % 2 * 16 + i);
+			float inverse;
 			float4 v = *(const float4 *)(mine + i * 32 +
 						     (lane % 8 ^ (i & 7)) * 4);
 
 			v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
-			wide_store_four(a, v, to, mtile, c * 16 + i < n);
+			const uint2 two = wide_round<8>(v, &inverse);
+
+			if (c * 16 + i >= n)
+				continue;
+			*(uint2 *)(a.out_f16 + to * a.hidden + mtile * 32 +
+				   lane % 8 * 4) = two;
+			if (lane % 8 == 0)
+				a.out_back[to * (a.hidden / 32) + mtile] = inverse;
 		}
 		__syncwarp();
 	}

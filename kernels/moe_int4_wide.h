@@ -36,7 +36,9 @@ struct moe_wide {
 		claim; /* INT4 only: [2] units claimed of each product; cleared by the plan */
 	uint8_t *x_panels; /* [hidden / 64][nr_slots][128 bytes], in the plan's order */
 	float *x_back;	   /* [nr_slots] what a row of x_panels was divided by, / 64 */
-	float *h;	   /* [nr_slots][inter], in the plan's order */
+	float *h;	   /* [nr_slots][inter], in the plan's order; INT4: not used */
+	uint16_t *h_f16;   /* INT4: the same as f16, of a block of 16 times ... */
+	float *h_scale;	   /* ... [nr_slots][inter / 16] */
 	uint8_t *h_panels; /* as x_panels */
 	float *h_back;
 	float *out;	   /* [slot][hidden]; INT4: not used */
