@@ -17,6 +17,7 @@
 #include "moe_start.cuh"
 
 #define PACK_WARPS  8u
+#define PLACES_MAX  32u /* top_k at most */
 #define PACK_PIECES (MOE_WIDE_COLS / 8 / PACK_WARPS / 32)
 
 /* Two neighbours of a row. */
@@ -58,17 +59,21 @@ __device__ __forceinline__ uint32_t pack_top(uint32_t top)
 	return top;
 }
 
-/* One row to its places; a CTA. A thread has up to PACK_PIECES pieces of eight columns. */
+/* One row to its places; a CTA, with a barrier in pack_top() before they are used. A thread has up to PACK_PIECES pieces of eight columns. */
 template <typename X>
 __device__ __forceinline__ void pack_row(const X &row, uint32_t cols, uint8_t *panels,
 					 float *backs, uint32_t nr_slots,
 					 const uint32_t *place, uint32_t nr_places)
 {
 	const uint64_t panel = (uint64_t)nr_slots * 128u;
+	using places = uint32_t[PLACES_MAX];
+	MOE_SHARED(places, places_of);
 	float2 v[PACK_PIECES][4];
 	uint32_t top = 0;
 	float scale;
 
+	if (threadIdx.x < nr_places)
+		places_of[threadIdx.x] = __ldcg(place + threadIdx.x);
 #pragma unroll
 	for (uint32_t k = 0; k < PACK_PIECES; k++) {
 		const uint32_t i = threadIdx.x + k * PACK_WARPS * 32;
@@ -92,7 +97,7 @@ __device__ __forceinline__ void pack_row(const X &row, uint32_t cols, uint8_t *p
 		for (uint32_t t = 0; t < 4; t++)
 			p[t] = ptx_f16x2(v[k][t].x * scale, v[k][t].y * scale);
 		for (uint32_t j = 0; j < nr_places; j++) {
-			const uint32_t at = __ldcg(place + j);
+			const uint32_t at = places_of[j];
 			const uint64_t pos = at & ((1u << MOE_PLACE_ROW) - 1);
 
 			*(uint4 *)(panels + i / 8 * panel + pos * 128u +
@@ -102,7 +107,7 @@ __device__ __forceinline__ void pack_row(const X &row, uint32_t cols, uint8_t *p
 	}
 	/* its inverse, exactly */
 	if (threadIdx.x < nr_places)
-		backs[__ldcg(place + threadIdx.x) & ((1u << MOE_PLACE_ROW) - 1)] =
+		backs[places_of[threadIdx.x] & ((1u << MOE_PLACE_ROW) - 1)] =
 			moe_wide_inverse(scale) / 64.0f;
 }
 
