@@ -152,9 +152,8 @@ static int chunk_product(const struct moe_chunk *a, const struct kvk_experts *e,
 			(uint64_t)e->nr_experts * k.rows * (second ? 1 : 2), k.cols);
 	if (r)
 		return r;
-	return moe_start(second ? fc_kernel<true> : fc_kernel<false>,
-			 dim3((moe_sms() + 1) / 2 * 2), FC_THREADS, FC_DYNAMIC, &k,
-			 stream, 2);
+	return moe_start(second ? fc_kernel<true> : fc_kernel<false>, dim3(moe_sms()),
+			 FC_THREADS, FC_DYNAMIC, &k, stream);
 }
 
 int moe_chunk_launch(const struct moe_chunk *a, const struct kvk_experts *e, void *stream)

@@ -59,7 +59,7 @@ struct fc_args {
 struct fc_shared {
 	uint64_t full[FC_STAGES], empty[FC_STAGES];
 	uint64_t q_full[FC_QUEUE], q_empty[FC_QUEUE];
-	uint4 unit[FC_QUEUE]; /* tile, row block, is W shared; no tokens: the end */
+	uint4 unit[FC_QUEUE]; /* tile, row block, 0; no tokens: the end */
 	float factor[FC_STAGES][2][MOE_CHUNK_TOKENS];
 	uint32_t amax[2][2][64]; /* [unit's turn][warpgroup][token] */
 };
@@ -84,28 +84,20 @@ __device__ __forceinline__ void fc_wait_empty(struct fc_shared &sh,
 	ptx_mbar_wait(ptx_smem(&sh.empty[r.stage]), r.phase ^ 1);
 }
 
-/* Of the cluster's two CTAs. */
-__device__ __forceinline__ uint32_t fc_rank(void)
-{
-	return blockIdx.x % 2;
-}
-
 /* ------------------------------------------------------------------------------- feeding
  */
 
-/* Copies of a unit; one lane. What both CTAs need each copies half of, to both. */
+/* Copies of a unit; one lane. */
 template <bool SECOND>
 __device__ __forceinline__ void fc_feed(const struct fc_args &a, struct fc_shared &sh,
-					const uint4 &unit, struct fc_ring &r)
+					uint2 tile, uint32_t rb, struct fc_ring &r)
 {
-	const uint32_t n = unit.x >> 16, expert = unit.x & 0xffffu, rb = unit.z;
-	const uint32_t rank = fc_rank(), half = (n + 1) / 2;
+	const uint32_t n = tile.x >> 16, expert = tile.x & 0xffffu;
 	const uint32_t row0 =
 		SECOND ? expert * a.rows + rb * 256 : expert * 2 * a.rows + rb * 128;
 	const uint32_t row1 = row0 + (SECOND ? 128 : a.rows);
-	const uint32_t from = rank * half * 128, bytes = rank ? n - half : half;
 	const uint64_t panel = (uint64_t)a.c.nr_slots * 128u;
-	const uint8_t *x = (SECOND ? a.c.h_codes : a.c.x_codes) + unit.y * 128ull;
+	const uint8_t *x = (SECOND ? a.c.h_codes : a.c.x_codes) + tile.y * 128ull;
 
 	for (uint32_t k = 0; k < a.cols / 128; k++, fc_next(r)) {
 		const uint32_t bar = ptx_smem(&sh.full[r.stage]);
@@ -113,17 +105,9 @@ __device__ __forceinline__ void fc_feed(const struct fc_args &a, struct fc_share
 
 		fc_wait_empty(sh, r);
 		ptx_mbar_expect(bar, 2 * FC_BOX + n * 128u);
-		if (unit.w) {
-			tma_load_4d_both(at + rank * FC_BOX, &a.map, bar, (int)(k * 128),
-					 (int)(rank ? row1 : row0), 0, 0);
-			ptx_bulk(at + 2 * FC_BOX, x + k * panel, n * 128u, bar);
-			continue;
-		}
 		tma_load_4d(at, &a.map, bar, (int)(k * 128), (int)row0, 0, 0);
 		tma_load_4d(at + FC_BOX, &a.map, bar, (int)(k * 128), (int)row1, 0, 0);
-		if (bytes)
-			ptx_bulk_both(at + 2 * FC_BOX + from, x + k * panel + from,
-				      bytes * 128u, bar);
+		ptx_bulk(at + 2 * FC_BOX, x + k * panel, n * 128u, bar);
 	}
 }
 
@@ -240,10 +224,8 @@ __device__ __forceinline__ void fc_unit(float (&acc)[2][W / 2], struct fc_shared
 				acc[m][i] += part[i] * (i % 4 / 2 ? f8 : f0);
 		}
 		__syncwarp();
-		/* either CTA may be about to copy to both */
-		if (threadIdx.x % 32 < 2)
-			ptx_mbar_arrive_far(ptx_of_rank(ptx_smem(&sh.empty[r.stage]),
-							threadIdx.x % 32));
+		if (threadIdx.x % 32 == 0)
+			ptx_mbar_arrive(ptx_smem(&sh.empty[r.stage]));
 	}
 }
 
@@ -411,19 +393,17 @@ __device__ __forceinline__ void fc_whole(const struct fc_args &a, struct fc_shar
 		fc_store_h<W>(a, sh, acc, tile, unit, r.units, mine);
 }
 
-/* The next unit; all lanes of a warp, or its first ALONE. */
-template <bool ALONE = false>
+/* The next unit; all lanes of a warp that is not the one that claims. */
 __device__ __forceinline__ uint4 fc_take(struct fc_shared &sh, struct fc_ring &r)
 {
 	const uint32_t q = r.units % FC_QUEUE;
 	uint4 unit;
 
-	ptx_mbar_wait_far(ptx_smem(&sh.q_full[q]), r.units / FC_QUEUE % 2);
+	ptx_mbar_wait(ptx_smem(&sh.q_full[q]), r.units / FC_QUEUE % 2);
 	unit = sh.unit[q];
-	if (!ALONE)
-		__syncwarp();
+	__syncwarp();
 	if (threadIdx.x % 32 == 0)
-		ptx_mbar_arrive_far(ptx_of_rank(ptx_smem(&sh.q_empty[q]), 0));
+		ptx_mbar_arrive(ptx_smem(&sh.q_empty[q]));
 	r.units++;
 	return unit;
 }
@@ -442,58 +422,27 @@ __device__ __forceinline__ void fc_use(const struct fc_args &a, struct fc_shared
 	}
 }
 
-/* What the two CTAs do about unit @u: a pair of tiles of an expert times a row block, W
- * shared; or an expert's last tile times two row blocks, its tokens shared. False: nothing,
- * the unit before had this row block too. */
-__device__ __forceinline__ bool fc_split(const struct fc_args &a, uint32_t u,
-					 uint32_t pairs, uint32_t rblocks,
-					 uint4 (&unit)[2])
-{
-	const uint32_t first = u / (4 * rblocks) * 4, v = u - first * rblocks;
-	const uint32_t near = min(pairs - first, 4u), rb = v / near;
-	const uint4 two = __ldcg((const uint4 *)a.c.tiles + first + v % near);
-	const bool both = two.z >> 16;
-
-	unit[0] = make_uint4(two.x, two.y, rb, both);
-	unit[1] = both ? make_uint4(two.z, two.w, rb, 1)
-		       : make_uint4(two.x, two.y, min(rb + 1, rblocks - 1), 0);
-	return both || rb % 2 == 0;
-}
-
-/* Claim units, tell everybody, copy; one lane of the first CTA. */
+/* Claim units, tell everybody, copy; one lane. */
 template <bool SECOND>
 __device__ __forceinline__ void fc_claim(const struct fc_args &a, struct fc_shared &sh,
 					 uint32_t rblocks, struct fc_ring r)
 {
-	const uint32_t pairs = __ldcg(a.c.nr_tiles) / 2, units = pairs * rblocks;
+	const uint32_t nr_tiles = __ldcg(a.c.nr_tiles), units = nr_tiles * rblocks;
 
-	for (uint32_t u = blockIdx.x / 2, next;; u = next) {
+	for (uint32_t u = blockIdx.x;; r.units++) {
 		const uint32_t q = r.units % FC_QUEUE;
-		uint4 unit[2] = {};
-		const bool work = u < units && fc_split(a, u, pairs, rblocks, unit);
+		const struct moe_where at = moe_unit_where(u, nr_tiles, rblocks);
+		const uint2 tile =
+			u < units ? __ldcg(&a.c.tiles[at.tile]) : make_uint2(0, 0);
 
-		next = gridDim.x / 2 + atomicAdd(&a.c.claim[SECOND], 1u);
-		if (!work && u < units)
-			continue;
-		ptx_mbar_wait_far(ptx_smem(&sh.q_empty[q]), r.units / FC_QUEUE % 2 ^ 1);
-		for (uint32_t i = 0; i < 2; i++) {
-			ptx_put_far(ptx_of_rank(ptx_smem(&sh.unit[q]), i), unit[i]);
-			ptx_mbar_arrive_far(ptx_of_rank(ptx_smem(&sh.q_full[q]), i));
-		}
-		r.units++;
-		if (!work)
+		ptx_mbar_wait(ptx_smem(&sh.q_empty[q]), r.units / FC_QUEUE % 2 ^ 1);
+		sh.unit[q] = make_uint4(tile.x, tile.y, at.rb, 0);
+		ptx_mbar_arrive(ptx_smem(&sh.q_full[q]));
+		if (u >= units)
 			return;
-		fc_feed<SECOND>(a, sh, unit[0], r);
+		u = gridDim.x + atomicAdd(&a.c.claim[SECOND], 1u);
+		fc_feed<SECOND>(a, sh, tile, at.rb, r);
 	}
-}
-
-/* The second CTA's copies; one lane. */
-template <bool SECOND>
-__device__ __forceinline__ void fc_follow(const struct fc_args &a, struct fc_shared &sh,
-					  struct fc_ring r)
-{
-	for (uint4 unit; (unit = fc_take<true>(sh, r)).x;)
-		fc_feed<SECOND>(a, sh, unit, r);
 }
 
 template <bool SECOND>
@@ -510,35 +459,29 @@ __global__ void __launch_bounds__(FC_THREADS, 1)
 	if (threadIdx.x == 0) {
 		for (uint32_t i = 0; i < FC_STAGES; i++) {
 			ptx_mbar_init(ptx_smem(&sh.full[i]), 2);
-			ptx_mbar_init(ptx_smem(&sh.empty[i]), 2 * FC_USERS / 32);
+			ptx_mbar_init(ptx_smem(&sh.empty[i]), FC_USERS / 32);
 		}
 		for (uint32_t i = 0; i < FC_QUEUE; i++) {
 			ptx_mbar_init(ptx_smem(&sh.q_full[i]), 1);
-			/* all warps that multiply, two with factors, and the second CTA's
-			 * copies */
-			ptx_mbar_init(ptx_smem(&sh.q_empty[i]), 2 * FC_USERS / 32 + 3);
+			ptx_mbar_init(ptx_smem(&sh.q_empty[i]), FC_USERS / 32 + 1);
 		}
 		ptx_fence_async();
 	}
-	ptx_cluster_sync();
+	__syncthreads();
 	ptx_grid_launch();
 	ptx_grid_wait();
 	if (threadIdx.x < FC_USERS) {
 		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(FC_REGS_USE));
 		fc_use<SECOND>(a, sh, r, dynamic + pad + FC_STAGES * FC_STAGE);
-	} else {
-		SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FC_REGS_FEED));
-		if (threadIdx.x == FC_USERS && fc_rank() == 0)
-			fc_claim<SECOND>(a, sh, rblocks, r);
-		else if (threadIdx.x == FC_USERS)
-			fc_follow<SECOND>(a, sh, r);
-		else if (threadIdx.x / 32 == FC_USERS / 32 + 1)
-			for (uint4 unit; (unit = fc_take(sh, r)).x;)
-				fc_factors<SECOND>(a, sh, make_uint2(unit.x, unit.y),
-						   unit.z, r);
+		return;
 	}
-	__syncwarp();
-	ptx_cluster_sync(); /* nobody leaves while the other CTA may write to it */
+	SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FC_REGS_FEED));
+	if (threadIdx.x == FC_USERS) {
+		fc_claim<SECOND>(a, sh, rblocks, r);
+	} else if (threadIdx.x / 32 == FC_USERS / 32 + 1) {
+		for (uint4 unit; (unit = fc_take(sh, r)).x;)
+			fc_factors<SECOND>(a, sh, make_uint2(unit.x, unit.y), unit.z, r);
+	}
 }
 
 #endif /* KVK_MOE_FP8_CHUNK_CUH */

@@ -88,7 +88,7 @@ static struct plain_layout plain_layout_make(const struct kvk_moe_args *a)
 	l.chunk = chunk_tile(a);
 	l.wide = wide_tile(a);
 	l.tile_tokens = l.chunk ? l.chunk : l.wide ? l.wide : 8 * l.nt;
-	l.tiles_max = (slots < e ? slots : e) * (l.chunk ? 2 : 1) + slots / l.tile_tokens;
+	l.tiles_max = (slots < e ? slots : e) + slots / l.tile_tokens;
 	l.tiles = 256;
 	l.list = ALIGN_UP(l.tiles + (size_t)l.tiles_max * 8);
 	l.h = ALIGN_UP(l.list + (size_t)slots * 4);
@@ -402,7 +402,6 @@ static int plain_run(const struct kvk_moe_args *a, kvk_stream stream)
 	plan.nr_experts = a->experts.nr_experts;
 	plan.tile_tokens = l.tile_tokens;
 	if (l.chunk) {
-		plan.pairs = 1;
 		plan.place = (uint32_t *)(ws + l.place);
 		plan.zero = (uint32_t *)ws + 2;
 		plan.nr_zero = 2;

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 		warps ? (share.y - share.x + warps * 32 - 1) / (warps * 32) * 32 : 0;
 	const uint32_t from = min(share.x + warp * run, share.y),
 		       to = min(from + run, share.y);
-	uint32_t total = 0, before = 0, tiles, places;
+	uint32_t total = 0, before = 0, tiles;
 	uint64_t at;
 
 	ptx_grid_wait();
@@ -188,22 +188,19 @@ __global__ void __launch_bounds__(MOE_PLAN_THREADS, 1)
 	if (gridDim.x > 1 && e < p.nr_experts)
 		total = plan_total(p, e, &before);
 	tiles = (total + p.tile_tokens - 1) / p.tile_tokens;
-	places = p.pairs ? (tiles + 1) / 2 * 2 : tiles;
-	at = block_scan(sh, (uint64_t)places << 32 | total);
+	at = block_scan(sh, (uint64_t)tiles << 32 | total);
 	if (e < p.nr_experts) {
 		sh.first[e] = (uint32_t)at + before;
 		sh.row[e] = before;
 	}
 	if (e == MOE_PLAN_THREADS - 1 && blockIdx.x == 0)
-		*p.nr_tiles = (uint32_t)(at >> 32) + places;
+		*p.nr_tiles = (uint32_t)(at >> 32) + tiles;
 	__syncthreads();
 	const uint32_t each = plan_tile(p, total, tiles);
 
 	for (uint32_t i = 0; i < tiles && blockIdx.x == 0; i++)
 		p.tiles[(at >> 32) + i] = make_uint2(
 			e | min(each, total - i * each) << 16, (uint32_t)at + i * each);
-	if (places > tiles && blockIdx.x == 0)
-		p.tiles[(at >> 32) + tiles] = make_uint2(e, 0);
 	if (warp < warps)
 		plan_walk(p, sh, from, to, true);
 }

@@ -27,7 +27,6 @@ struct moe_plan {
 	uint32_t *zero; /* [nr_zero] words to clear */
 	uint32_t even;	/* an expert's tiles are about equal, not full but for the last
 			* one; only for tiles of 128 */
-	uint32_t pairs; /* an even number of tiles an expert: the last may be empty */
 	uint32_t only_zero; /* the kernel that follows sorts for itself */
 	uint32_t *counts;   /* or NULL: [MOE_PLAN_CTAS][nr_experts], until it is done */
 	uint32_t *nr_tiles; /* written */

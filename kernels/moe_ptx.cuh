@@ -91,59 +91,6 @@ __device__ __forceinline__ void ptx_bulk(uint32_t dst, const void *src, uint32_t
 		 : "memory");
 }
 
-/* To the same place of both CTAs of a cluster of two, and on the mbarriers of both. */
-__device__ __forceinline__ void ptx_bulk_both(uint32_t dst, const void *src,
-					      uint32_t bytes, uint32_t bar)
-{
-	SM90_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-		 ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(dst),
-		 "l"(src), "r"(bytes), "r"(bar), "h"((uint16_t)3)
-		 : "memory");
-}
-
-/* This CTA's shared address @a as CTA @rank of the cluster has it. */
-__device__ __forceinline__ uint32_t ptx_of_rank(uint32_t a, uint32_t rank)
-{
-	uint32_t at = a;
-
-	SM90_ASM("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(a), "r"(rank));
-	return at;
-}
-
-/* @bar: ptx_of_rank() */
-__device__ __forceinline__ void ptx_mbar_arrive_far(uint32_t bar)
-{
-	SM90_ASM("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar)
-		 : "memory");
-}
-
-/* 16 bytes to @a, which is ptx_of_rank(). */
-__device__ __forceinline__ void ptx_put_far(uint32_t a, const uint4 &v)
-{
-	SM90_ASM("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v.x),
-		 "r"(v.y), "r"(v.z), "r"(v.w)
-		 : "memory");
-}
-
-/* As ptx_mbar_wait(), where another CTA of the cluster arrives. */
-__device__ __forceinline__ void ptx_mbar_wait_far(uint32_t bar, uint32_t parity)
-{
-	SM90_ASM("{\n.reg .pred p;\n"
-		 "again:\n"
-		 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-		 "@!p bra again;\n}" ::"r"(bar),
-		 "r"(parity)
-		 : "memory");
-}
-
-/* All threads of a cluster's CTAs, wherever their warps are. */
-__device__ __forceinline__ void ptx_cluster_sync(void)
-{
-	SM90_ASM("barrier.cluster.arrive.release;\n"
-		 "barrier.cluster.wait.acquire;" ::
-			 : "memory");
-}
-
 /* 16 bytes through L2, completing on an mbarrier that counts lanes */
 __device__ __forceinline__ void ptx_copy16(uint32_t dst, const void *src)
 {

@@ -9,12 +9,12 @@
 #include <cuda_runtime.h>
 #include <errno.h>
 
-/* @shared: dynamic, in bytes. @cluster: CTAs of one. 0 or -EIO. */
+/* @shared: dynamic, in bytes. 0 or -EIO. */
 template <typename A>
 static int moe_start(void (*kernel)(A), dim3 grid, uint32_t threads, uint32_t shared,
-		     const A *a, void *stream, uint32_t cluster = 1)
+		     const A *a, void *stream)
 {
-	cudaLaunchAttribute attr[2] = {};
+	cudaLaunchAttribute attr[1] = {};
 	cudaLaunchConfig_t cfg = {};
 
 	if (shared &&
@@ -23,15 +23,12 @@ static int moe_start(void (*kernel)(A), dim3 grid, uint32_t threads, uint32_t sh
 		return -EIO;
 	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
 	attr[0].val.programmaticStreamSerializationAllowed = 1;
-	attr[1].id = cudaLaunchAttributeClusterDimension;
-	attr[1].val.clusterDim.x = cluster;
-	attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
 	cfg.gridDim = grid;
 	cfg.blockDim = dim3(threads);
 	cfg.dynamicSmemBytes = shared;
 	cfg.stream = (cudaStream_t)stream;
 	cfg.attrs = attr;
-	cfg.numAttrs = cluster > 1 ? 2 : 1;
+	cfg.numAttrs = 1;
 	return cudaLaunchKernelEx(&cfg, kernel, *a) ? -EIO : 0;
 }
 

@@ -209,17 +209,6 @@ WGM_DEV void tma_load_4d(uint32_t dst, const void *map, uint32_t bar, int c0, in
 		: "memory");
 }
 
-/* The same to both CTAs of a cluster of two. */
-WGM_DEV void tma_load_4d_both(uint32_t dst, const void *map, uint32_t bar, int c0, int c1,
-			      int c2, int c3)
-{
-	SM90_ASM("cp.async.bulk.tensor.4d.shared::cluster.global.tile"
-		 ".mbarrier::complete_tx::bytes.multicast::cluster"
-		 " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-		 "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"((uint16_t)3)
-		 : "memory");
-}
-
 /* @bytes from @src, in order; both addresses and the size multiples of 16 */
 WGM_DEV void tma_bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
 {

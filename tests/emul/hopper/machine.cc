@@ -226,16 +226,14 @@ void *hopper_static(size_t bytes)
 /* -------------------------------------------------------------------------------- copies
  */
 
-void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar,
-		 uint8_t *shared)
+void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
 {
 	HOPPER_CHECK(dst + bytes <= STATIC_AT);
-	copies.push_back(
-		{shared ? shared : hopper_shared(), dst, bytes, bar, src, NULL, 0, 0, 0});
+	copies.push_back({hopper_shared(), dst, bytes, bar, src, NULL, 0, 0, 0});
 }
 
 void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr_dims,
-			int col, int row, int batch, uint8_t *shared)
+			int col, int row, int batch)
 {
 	const CUtensorMap *m = (const CUtensorMap *)map;
 
@@ -243,8 +241,8 @@ void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr
 	HOPPER_CHECK(nr_dims == m->nr_dims);
 	HOPPER_CHECK(dst % 1024 == 0 && dst + m->box_rows * BOX <= STATIC_AT &&
 		     col >= 0 && row >= 0 && batch >= 0);
-	copies.push_back({shared ? shared : hopper_shared(), dst, m->box_rows * BOX, bar,
-			  NULL, m, (uint64_t)col * m->value_bytes, (uint64_t)row,
+	copies.push_back({hopper_shared(), dst, m->box_rows * BOX, bar, NULL, m,
+			  (uint64_t)col * m->value_bytes, (uint64_t)row,
 			  (uint64_t)batch});
 }
 

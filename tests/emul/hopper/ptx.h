@@ -143,9 +143,7 @@ static inline void ptx_grid_launch(void)
 /* -------------------------------------------------------------------------------- copies
  */
 
-/* @shared: of a block; NULL: of this one */
-void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar,
-		 uint8_t *shared = NULL);
+void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar);
 
 static inline uint64_t ptx_policy_stream(void)
 {
@@ -189,48 +187,6 @@ static inline void tile_commit(void)
 
 template <int N> static inline void tile_wait_all_but(void)
 {
-}
-
-/* Both CTAs of a cluster of two. */
-static inline void ptx_bulk_both(uint32_t dst, const void *src, uint32_t bytes,
-				 uint32_t bar)
-{
-	HOPPER_CHECK(bytes && bytes % 16 == 0 && dst % 16 == 0 &&
-		     (uintptr_t)src % 16 == 0);
-	for (uint32_t rank = 0; rank < 2; rank++)
-		hopper_copy(dst, src, bytes, bar, hopper_cluster_shared(rank));
-}
-
-/* An address of another CTA has its number on top. */
-static inline uint32_t ptx_of_rank(uint32_t a, uint32_t rank)
-{
-	return a | rank << 24;
-}
-
-static inline uint8_t *hopper_far(uint32_t a)
-{
-	return hopper_cluster_shared(a >> 24) + (a & 0xffffff);
-}
-
-static inline void ptx_mbar_arrive_far(uint32_t bar)
-{
-	hopper_mbar_step((struct hopper_mbar *)hopper_far(bar), 1, 0);
-}
-
-static inline void ptx_put_far(uint32_t a, const uint4 &v)
-{
-	HOPPER_CHECK(a % 16 == 0);
-	memcpy(hopper_far(a), &v, sizeof(v));
-}
-
-static inline void ptx_mbar_wait_far(uint32_t bar, uint32_t parity)
-{
-	ptx_mbar_wait(bar, parity);
-}
-
-static inline void ptx_cluster_sync(void)
-{
-	hopper_cluster_barrier();
 }
 
 static inline void tile_cluster_sync(void)
@@ -403,15 +359,7 @@ static inline void tile_mma16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0
  */
 
 void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr_dims,
-			int col, int row, int batch, uint8_t *shared = NULL);
-
-static inline void tma_load_4d_both(uint32_t dst, const void *map, uint32_t bar, int col,
-				    int row, int batch, int)
-{
-	for (uint32_t rank = 0; rank < 2; rank++)
-		hopper_tensor_copy(dst, map, bar, 4, col, row, batch,
-				   hopper_cluster_shared(rank));
-}
+			int col, int row, int batch);
 
 static inline void tma_load_4d(uint32_t dst, const void *map, uint32_t bar, int col,
 			       int row, int batch, int)
