@@ -366,11 +366,21 @@ KVT_TEST(fp8_whole_blocks)
 	moe_tokens((struct moe_case){KVK_E4M3, 384, 256, 0, KVK_BF16, 7, 3, 0, false});
 }
 
-/* Below three slots an expert, where moe_fp8_wide.cu works: many steps, and few. */
+/* Below three slots an expert, where moe_fp8_wide.cu works: many steps; more units than SMs. */
 KVT_TEST(fp8_whole_blocks_few_slots)
 {
-	moe_tokens((struct moe_case){KVK_E4M3, 896, 1152, 0, KVK_BF16, 64, 2, 0, false});
-	moe_tokens((struct moe_case){KVK_E4M3, 2176, 256, 0, KVK_BF16, 256, 2, 0, false});
+	static const u32 counts[] = {4, 7, 9, 20, 23};
+	struct moe_case c = {KVK_E4M3, 640, 256, 0, KVK_BF16, 24, 2, 0, false};
+
+	need_gpu();
+	for (size_t i = 0; i < 2 * KV_ARRAY_SIZE(counts); i++) {
+		c.nr_tokens = counts[i / 2];
+		c.accumulate = i == 2;
+		c.hidden = i % 2 ? 2176 : 640;
+		c.inter = i % 2 ? 128 : 256;
+		c.nr_experts = i % 2 ? 16 : 24;
+		moe_once(&c);
+	}
 }
 
 KVT_TEST(bf16_and_f32)
