@@ -3,22 +3,23 @@
  * moe_fp8_chunk.cuh - E4M3 weights times the e4m3 tokens of a prefill chunk, with wgmma on
  * e4m3: the product's kernel. moe_fp8_chunk.cu has the steps around it.
  *
- * A unit is 256 rows of one expert times a tile of up to 128 tokens: 256 rows of W2, or 128
+ * A unit is a tile of up to 128 tokens times 256 rows of one expert: 256 rows of W2, or 128
  * gate rows and the 128 up rows of the same columns. A step is 128 columns: two tensor
  * copies of 128 rows, one bulk copy of the tokens, and a table of what each token's sums
  * are multiplied with (its own scale times the weights' block's), which a warp of its own
- * writes. Each of two warpgroups has 64 gate and 64 up rows, or 128 rows; it multiplies 64
- * rows after the other, with as many tokens as are there (rounded up), and adds a step's sums
- * to its own in f32: the tensor core's keep 14 bits only. While one adds, the other multiplies.
+ * writes. Tokens are the rows of the products: a lane has two of them, and so two factors a
+ * step; as columns they would be 32 factors from shared memory, which the operands fill
+ * already. Each of two warpgroups has 64 tokens and all rows, box after box; of a tile of up to
+ * 64 both have all tokens and half of the rows. A step's sums are added to a lane's own in
+ * f32: the tensor core's keep 14 bits only. While one warpgroup adds, the other multiplies.
  *
  * The first product rounds h to e4m3, a scale per token and 128 columns, which are
- * exactly a unit's: no float of h leaves the SM. The second one turns its results over in
- * shared memory to store whole rows.
+ * exactly a unit's: no float of h leaves the SM. Results go to memory in whole lines through
+ * 2 KB of a warp's own, so that no warp waits for another; but two that share a token's 128
+ * columns of h exchange the largest (named barrier 1).
  *
  * Units are claimed in order from one counter by the copying warp of whichever CTA is free,
  * which so are near each other in time where they are near in memory.
- *
- * Named barriers: 1 both warpgroups, 2 and 3 one of them.
  */
 #ifndef KVK_MOE_FP8_CHUNK_CUH
 #define KVK_MOE_FP8_CHUNK_CUH
