@@ -121,9 +121,8 @@ __device__ __forceinline__ uint2 ptx_lds64(uint32_t a)
 	return v;
 }
 
-/* Four 8 x 8 matrices of 16-bit values, turned over: lane 4 g + t has (g, 2 t) and (g, 2 t + 1)
- * of each, row j of memory gets what the lanes have of column j. @a: lane l's is where row
- * l % 8 of matrix l / 8 goes */
+/* Four 8 x 8 matrices of 16-bit values: lane 4 g + t has (g, 2 t) and (g, 2 t + 1) of each.
+ * @a: lane l's is where row l % 8 of matrix l / 8 goes */
 __device__ __forceinline__ void ptx_stmatrix(uint32_t a, uint32_t m0, uint32_t m1,
 					     uint32_t m2, uint32_t m3)
 {
