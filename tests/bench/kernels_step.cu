@@ -157,7 +157,7 @@ static double sample_err(struct kvb_ctx *ctx, struct step_data *d)
 	uint32_t *want = (uint32_t *)calloc(n, 4), *got, wrong = 0;
 	int r = call_sample(ctx, d, 0);
 
-	a.logits = (float *)fetch(a.logits, (size_t)n * VOCAB * 4);
+	a.logits = (float *)fetch(a.logits, (size_t)n * a.vocab * 4);
 	a.temperature = (float *)fetch(a.temperature, n * 4);
 	a.top_p = (float *)fetch(a.top_p, n * 4);
 	a.seeds = (uint64_t *)fetch(a.seeds, n * 8);
@@ -186,14 +186,19 @@ struct step_line {
 	double (*err)(struct kvb_ctx *ctx, struct step_data *d);
 	double bytes; /* of a token */
 	float temperature, top_p;
+	uint32_t vocab;
 };
 
 static const struct step_line lines[] = {
-	{"norm 7168 +residual", call_norm, norm_err, HIDDEN * 2.0 * 4, 0, 0},
-	{"rope 8x64", call_rope, rope_err, Q_HEADS *ROPE_DIM * 2.0 * 2, 0, 0},
-	{"silu 256", call_silu, silu_err, INTER * 2.0 * 3, 0, 0},
-	{"sample greedy", call_sample, sample_err, VOCAB * 4.0, 0, 1},
-	{"sample top_p 0.9", call_sample, sample_err, VOCAB * 4.0, 1, 0.9f},
+	{"norm 7168 +residual", call_norm, norm_err, HIDDEN * 2.0 * 4, 0, 0, 1},
+	{"rope 8x64", call_rope, rope_err, Q_HEADS *ROPE_DIM * 2.0 * 2, 0, 0, 1},
+	{"silu 256", call_silu, silu_err, INTER * 2.0 * 3, 0, 0, 1},
+	{"sample greedy", call_sample, sample_err, VOCAB * 4.0, 0, 1, VOCAB},
+	{"sample top_p 0.9", call_sample, sample_err, VOCAB * 4.0, 1, 0.9f, VOCAB},
+	/* a rank of eight */
+	{"sample 20480 greedy", call_sample, sample_err, VOCAB / 2.0, 0, 1, VOCAB / 8},
+	{"sample 20480 top_p 0.9", call_sample, sample_err, VOCAB / 2.0, 1, 0.9f,
+	 VOCAB / 8},
 };
 
 static void data_make(struct kvb_ctx *ctx, struct step_data *d)
@@ -250,7 +255,7 @@ static void data_args(struct step_data *d, const struct step_line *l, uint32_t n
 	d->sample.seeds = d->seeds;
 	d->sample.ret_ids = d->ids;
 	d->sample.nr_rows = n < 64 ? n : 64;
-	d->sample.vocab = VOCAB;
+	d->sample.vocab = l->vocab;
 	for (uint32_t i = 0; i < 64; i++) {
 		t[i] = l->temperature;
 		p[i] = l->top_p;
@@ -288,13 +293,13 @@ static int step_line(struct kvb_ctx *ctx, struct step_data *d, const struct step
  */
 int kvb_kernels_step(struct kvb_ctx *ctx)
 {
-	static const uint32_t counts[] = {1, 64};
+	static const uint32_t counts[] = {1, 16, 32, 64};
 	struct step_data d;
 	int r = 0;
 
 	data_make(ctx, &d);
 	for (size_t i = 0; i < sizeof(lines) / sizeof(lines[0]); i++)
-		for (uint32_t k = 0; k < 2 && !r; k++)
+		for (uint32_t k = 0; k < 4 && !r; k++)
 			r = step_line(ctx, &d, &lines[i], counts[k]);
 	for (int i = 0; i < 3; i++)
 		KVB_CUDA(cudaFree(d.act[i]));
