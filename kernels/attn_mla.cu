@@ -179,6 +179,8 @@ int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 		r = plan_launch(a, &s, &p.mem, st);
 	if (r)
 		return r;
+	if (s.unit_rows == 64 && fp8 && p.flags & KVK_ATTN_FAST)
+		return mla_fast_launch(&p, s.nr_ctas, st);
 	if (s.unit_rows == 64 && fp8)
 		return mla_reg_launch(&p, s.nr_ctas, st);
 	if (s.unit_rows == 64)

@@ -184,4 +184,20 @@ KVK_DEV void reg_value_cvt(const uint32_t (&w)[8], int b, uint32_t *a)
 	e4m3x4_f16(__byte_perm(w[4 + i], w[6 + i], order), a[2], a[3]);
 }
 
+/* --------------------------------------------------------------------------------- sums
+ */
+
+/* A consumer thread's sums. Columns are rows of the block: 8 j + 2 c + e. */
+struct reg_state {
+	float o[4][32]; /* o[b][4 j + 2 h + e]: dim 2 b + h of the thread's 8 */
+	float l[2];	/* of columns 8 g + 2 c + e, this warp's tokens */
+};
+
+KVK_DEV void reg_keep(float (&o)[4][32])
+{
+#pragma unroll
+	for (int b = 0; b < 4; b++)
+		wgm_keep<32>(o[b]);
+}
+
 #endif /* KVK_ATTN_MLA_REG_CUH */

@@ -14,24 +14,11 @@
 
 #include <math.h>
 
-/* A consumer thread's sums. Columns are rows of the block: 8 j + 2 c + e. */
-struct reg_state {
-	float o[4][32]; /* o[b][4 j + 2 h + e]: dim 2 b + h of the thread's 8 */
-	float l[2];	/* of columns 8 g + 2 c + e, this warp's tokens */
-};
-
 /* Of a thread's tokens g and g + 8 of its warp's sixteen. */
 struct reg_tokens {
 	float ks[2]; /* factor of the scores */
 	float sl[2]; /* ... of the probabilities */
 };
-
-KVK_DEV void reg_keep(float (&o)[4][32])
-{
-#pragma unroll
-	for (int b = 0; b < 4; b++)
-		wgm_keep<32>(o[b]);
-}
 
 /* ------------------------------------------------------------------------------- scores
  */

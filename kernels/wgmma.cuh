@@ -194,6 +194,26 @@ WGM_DEV void wgm_rs(float (&d)[N / 2], const uint32_t *a, uint64_t b, int use_d)
 		WGM_RS_256("bf16");
 }
 
+/* d[64][64] = (use_d ? d : 0) + a[64][32] b[32][64] in e4m3; both in shared memory, K-major */
+WGM_DEV void wgm_ss_e4m3(float (&d)[32], uint64_t a, uint64_t b, int use_d)
+{
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+		 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" WGM_R32
+		 "}, %32, %33, p, 1, 1;\n}"
+		 : WGM_F32(d)
+		 : "l"(a), "l"(b), "r"(use_d));
+}
+
+/* The same with a in registers. */
+WGM_DEV void wgm_rs_e4m3(float (&d)[32], const uint32_t *a, uint64_t b, int use_d)
+{
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+		 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" WGM_R32
+		 "}, {%32,%33,%34,%35}, %36, p, 1, 1;\n}"
+		 : WGM_F32(d)
+		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d));
+}
+
 /* ----------------------------------------------------------------------- tensor copies
  */
 

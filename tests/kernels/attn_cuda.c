@@ -9,6 +9,7 @@
 #ifdef CONFIG_CUDA
 #include <cuda_runtime_api.h>
 #include "kernels/attn_cuda.h"
+#include "kernels/fp8.h"
 
 #define NR_REQ_MAX    16u
 #define CUDA_OK(expr) KVT_EXPECT_EQ((int)(expr), 0)
@@ -38,6 +39,8 @@ static void *to_device(struct world *w, int i, const void *src, size_t bytes)
 
 /* Not 0: tokens grow by this, and some are zeros. */
 static float ramp;
+/* Queries that KVK_ATTN_FAST holds without loss */
+static bool q_in_e4m3;
 
 /* Append random values of all tokens through the host reference, layer by layer. */
 static void fill_pages(struct world *w, const u32 *lengths, u32 nr)
@@ -91,8 +94,14 @@ static void set_queries(struct world *w, const u32 *q_lens, u32 nr, u32 dk, u32 
 	w->ref = malloc(w->nr_out * sizeof(float));
 	w->out = malloc(w->nr_out * sizeof(float));
 	kvt_rng_fill(&w->g, w->q, w->nr_q, 1.0f);
-	for (size_t i = 0; i < w->nr_q; i++)
+	for (size_t i = 0; i < w->nr_q; i++) {
 		w->q[i] = (float)kvt_bf16(kvt_to_bf16(w->q[i]));
+		if (q_in_e4m3) /* a row's largest is 448 / 128 */
+			w->q[i] = i % dk ? kvk_e4m3_decode(
+						   kvk_e4m3_encode(w->q[i] * 128.f)) /
+						   128.f
+					 : 3.5f;
+	}
 }
 
 static void upload(struct world *w, u32 heads, u32 layer)
@@ -269,6 +278,33 @@ KVT_TEST_T(mla_odd_shapes_match_the_reference, 120)
 		}
 }
 
+/* KVK_ATTN_FAST: P in 8 bits on BF16 pages, the latent part of Q in 4 on FP8 pages. */
+KVT_TEST_T(mla_fast_stays_within_its_bound, 120)
+{
+	static const u32 heads[] = {32, 64, 100, 128};
+
+	for (u32 f = 0; f < KV_ARRAY_SIZE(formats); f++)
+		for (u32 i = 0; i < KV_ARRAY_SIZE(heads); i++) {
+			const bool fp8 = formats[f].dtype == KV_DTYPE_E4M3;
+			struct kv_layout l = kvt_layout_mla(formats[f].dtype,
+							    formats[f].scale_kind, 2);
+			struct world w;
+
+			world_init(&w, &l, heads[i], PAGES_MIXED, lengths_mixed,
+				   i % 2 ? q_mixed : q_ones, NR_MIXED);
+			run_host(&w, heads[i], l.nr_layers - 1);
+			run_device(&w, 0, false);
+			expect_close(&w, "exact heads/dtype", heads[i], l.dtype,
+				     formats[f].limit);
+			run_device(&w, KVK_ATTN_FAST, false);
+			expect_close(&w, "fast heads/dtype", heads[i], l.dtype,
+				     fp8 ? 6e-2 : 2.1e-3);
+			KVT_NOTE("fast, %u heads, dtype %u: error %.3g", heads[i],
+				 l.dtype, rel_err(w.out, w.ref, w.nr_out));
+			world_fini(&w);
+		}
+}
+
 /* One long request: cut into a hundred parts, merged by many CTAs. */
 static void check_long(const struct kv_layout *l, u32 heads)
 {
@@ -316,6 +352,43 @@ KVT_TEST_T(references_rise_along_the_context, 120)
 		world_fini(&w);
 	}
 	ramp = 0.f;
+}
+
+/*
+ * The same with KVK_ATTN_FAST, on FP8 pages; queries that it holds as they are, since what scores lose
+ * grows with them. Reruns are equal to the bit, and a long request is cut as any other.
+ */
+KVT_TEST_T(mla_fast_raises_references, 120)
+{
+	static const u32 lengths[2][3] = {{1000, 333, 64}, {5000, 70, 1}},
+			 q[] = {1, 2, 1};
+	static const u32 heads[2] = {64, 100};
+	struct kv_layout l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1);
+
+	q_in_e4m3 = true;
+	for (u32 i = 0; i < 2; i++) {
+		struct world w;
+		float *first;
+
+		ramp = i ? 0.f : 0.01f;
+		world_init(&w, &l, heads[i], 2 * PAGES_MIXED, lengths[i], q, 3);
+		run_device(&w, KVK_ATTN_FAST, false);
+		run_host(&w, heads[i], 0);
+		expect_close(&w, "fast, growing: heads/kind", heads[i], l.kind, 4e-2);
+		KVT_NOTE("%u heads: error %.3g", heads[i],
+			 rel_err(w.out, w.ref, w.nr_out));
+		first = malloc(w.nr_out * sizeof(float));
+		memcpy(first, w.out, w.nr_out * sizeof(float));
+		for (int k = 0; k < 20; k++) {
+			run_device(&w, KVK_ATTN_FAST | (k % 4 ? KVK_ATTN_PLAN : 0),
+				   false);
+			KVT_EXPECT(!memcmp(first, w.out, w.nr_out * sizeof(float)));
+		}
+		free(first);
+		world_fini(&w);
+	}
+	ramp = 0.f;
+	q_in_e4m3 = false;
 }
 
 static void check_reruns(const struct kv_layout *l, u32 heads)
