@@ -297,6 +297,7 @@ static struct kvk_rope_args key_rope(const struct key_case *c, const struct key_
 static void side_mla(struct key_side *s, const struct key_case *c, bool gpu)
 {
 	struct kvk_norm_rope_append_args *a = &s->a;
+	void *rest;
 
 	a->k_norm.y = side_array(gpu, NULL, acts_bytes(c->acts, NR_TOKENS * 512ul));
 	a->k_norm.nr_rows = NR_TOKENS;
@@ -312,7 +313,11 @@ static void side_mla(struct key_side *s, const struct key_case *c, bool gpu)
 	a->q_rope.token_stride = c->nr_q * 192;
 	a->q_rope.offset = 128;
 	s->q_bytes = acts_bytes(c->acts, (size_t)NR_TOKENS * c->nr_q * 576);
-	s->q = a->q_rope.y = side_array(gpu, NULL, s->q_bytes);
+	/* of which a part is written: the rest is compared too, and must be something */
+	rest = malloc(s->q_bytes);
+	memset(rest, 0xff, s->q_bytes);
+	s->q = a->q_rope.y = side_array(gpu, rest, s->q_bytes);
+	free(rest);
 	a->q_rope.y_head_stride = 576;
 	a->q_rope.y_token_stride = c->nr_q * 576;
 	a->q_rope.y_offset = 512;
