@@ -8,7 +8,8 @@
  *	FIRST	(token tile, row block) of h = silu(W1 x) * (W3 x)
  *	SECOND	(token tile, row block) of out[slot] = W2 h; waits for the tile's FIRST
  *	units SUM	(row block, a few tokens) of y = sum_k weight * out; waits for the block's
- *	SECONDs
+ *	SECONDs. With many tokens most row blocks are early: their SECONDs come before the others'
+ *	and their SUMs among them, while weights go on streaming
  *
  * A unit waits only for units claimed before it, and those never wait for later ones: no
  * deadlock whatever the order in which CTAs run. A token tile is up to 8 NTMAX tokens of
@@ -88,6 +89,8 @@ struct moe_i4 {
 	uint32_t nr_experts;
 	uint32_t sum_toks;   /* tokens of a SUM unit */
 	uint32_t sum_chunks; /* SUM units of a row block */
+	uint32_t
+		early; /* row blocks whose SECONDs come first and whose SUMs do not come last */
 	uint32_t scale_f16;
 	uint32_t accumulate;
 	uint32_t own_plan;   /* few slots: each CTA sorts them itself */
@@ -212,26 +215,41 @@ unit_decode(const struct moe_i4 &a, const struct moe_shared<NTMAX> &sh, uint32_t
 {
 	struct moe_unit u = {};
 	const uint32_t nr_first = sh.nr_tiles * a.w13.rblocks;
-	const uint32_t nr_second = sh.nr_tiles * a.w2.rblocks;
+	const uint32_t late = a.w2.rblocks - a.early;
+	/* SECONDs, and how many come before the early SUMs */
+	const uint32_t nr_early = sh.nr_tiles * a.early, nr_late = sh.nr_tiles * late;
+	const uint32_t before = nr_early + nr_late / 2, sums = a.early * a.sum_chunks;
+	uint2 tile;
 
-	if (c < nr_first + nr_second) {
-		uint32_t first = c < nr_first;
-		uint32_t i = first ? c : c - nr_first;
-		uint32_t r = first ? a.w13.rblocks : a.w2.rblocks;
-		uint2 tile = a.own_plan ? sh.tiles[i / r] : __ldcg(&a.tiles[i / r]);
-
-		u.type = first ? MOE_FIRST : MOE_SECOND;
-		u.tile = i / r;
-		u.rb = i % r;
-		u.expert = tile.x & 0xffffu;
-		u.n = tile.x >> 16;
-		u.start = tile.y;
-		return u;
+	u.type = c < nr_first ? MOE_FIRST : MOE_SECOND;
+	if (c < nr_first) {
+		u.tile = c / a.w13.rblocks;
+		u.rb = c % a.w13.rblocks;
+	} else if (c -= nr_first; c - before < sums) {
+		u.type = MOE_SUM;
+		u.rb = (c - before) % a.early;
+		u.tile = (c - before) / a.early;
+	} else {
+		c -= c < before ? 0 : sums;
+		if (c < nr_early) {
+			u.tile = c / a.early;
+			u.rb = c % a.early;
+		} else if (c -= nr_early; c < nr_late) {
+			u.tile = c / late;
+			u.rb = a.early + c % late;
+		} else {
+			c -= nr_late;
+			u.type = c < late * a.sum_chunks ? MOE_SUM : MOE_END;
+			u.rb = a.early + c % late;
+			u.tile = c / late;
+		}
 	}
-	c -= nr_first + nr_second;
-	u.type = c < a.w2.rblocks * a.sum_chunks ? MOE_SUM : MOE_END;
-	u.rb = c % a.w2.rblocks;
-	u.tile = c / a.w2.rblocks;
+	if (u.type >= MOE_SUM)
+		return u;
+	tile = a.own_plan ? sh.tiles[u.tile] : __ldcg(&a.tiles[u.tile]);
+	u.expert = tile.x & 0xffffu;
+	u.n = tile.x >> 16;
+	u.start = tile.y;
 	return u;
 }
 

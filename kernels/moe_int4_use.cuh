@@ -100,6 +100,28 @@ __device__ __forceinline__ void store_h32(const struct moe_i4 &a,
 	}
 }
 
+/* The power of two for a warp's results of 32 rows, all tokens alike: one reduction instead of three
+ * shuffles a token, and f16 has room for tokens that differ by 2^14. Inf and NaN do not count, so
+ * such a token does not disturb the others. */
+template <int NT>
+__device__ __forceinline__ float out_scale(const float (&acc)[2][NT][4], uint32_t n)
+{
+	uint32_t top = 0;
+
+#pragma unroll
+	for (int i = 0; i < 2 * NT; i++) {
+		const int nt = i / 2, c = i % 2;
+		const float v =
+			fmaxf(fmaxf(fabsf(acc[0][nt][c]), fabsf(acc[0][nt][c + 2])),
+			      fmaxf(fabsf(acc[1][nt][c]), fabsf(acc[1][nt][c + 2])));
+		const uint32_t bits = __float_as_uint(v);
+
+		if (nt * 8u + c < n && bits < 0x7f800000u)
+			top = max(top, bits);
+	}
+	return h_scale(ptx_redux_max(top));
+}
+
 /* Results of a slot: f16 with a power of two per 32 rows, half the bytes of f32 there and back.
  * Lane g's rows g, g + 8, g + 16, g + 24 of a tile are neighbours. */
 template <int NT, enum moe_mode MODE>
@@ -109,35 +131,27 @@ store_out(const struct moe_i4 &a, const float (&acc)[2][NT][4], uint32_t rb, uin
 {
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 	const uint32_t mtile = rb * MOE_GROUP + threadIdx.x / 32 % MOE_GROUP;
+	uint16_t *out = a.out + mtile * 32 + g * 4;
+	float scale;
 
 	if (mtile >= a.w2.mtiles)
 		return;
+	scale = out_scale<NT>(acc, n);
 #pragma unroll
 	for (int i = 0; i < 2 * NT; i++) {
 		const int nt = i / 2, c = i % 2;
 		const uint32_t token = nt * 8 + 2 * t + c;
-		const float v[4] = {acc[0][nt][c], acc[0][nt][c + 2], acc[1][nt][c],
-				    acc[1][nt][c + 2]};
-		float back = 1.0f, scale;
-		uint32_t top = 0;
 
-		if (nt * 8u + c >= n) /* nobody's token */
-			break;
-#pragma unroll
-		for (int j = 0; j < 4; j++)
-			top = max(top, __float_as_uint(v[j]) & 0x7fffffffu);
-		scale = h_scale(octet_max(top));
-		if (token >= n)
-			continue;
-		if (MODE == MOE_H32)
-			back = h_back(inv[token]);
-		*(uint2 *)(a.out + (uint64_t)slot[token] * a.hidden + mtile * 32 +
-			   g * 4) = make_uint2(ptx_f16x2(v[0] * scale, v[1] * scale),
-					       ptx_f16x2(v[2] * scale, v[3] * scale));
-		if (g == 0)
-			a.out_scale[(uint64_t)slot[token] * a.w2.mtiles + mtile] =
-				h_back(scale) * back;
+		if (token < n)
+			*(uint2 *)(out + (uint64_t)slot[token] * a.hidden) =
+				make_uint2(ptx_f16x2(acc[0][nt][c] * scale,
+						     acc[0][nt][c + 2] * scale),
+					   ptx_f16x2(acc[1][nt][c] * scale,
+						     acc[1][nt][c + 2] * scale));
 	}
+	if (lane < n)
+		a.out_scale[(uint64_t)slot[lane] * a.w2.mtiles + mtile] =
+			h_back(scale) * (MODE == MOE_H32 ? h_back(inv[lane]) : 1.0f);
 }
 
 template <int NT, int P, int NTMAX, int WK, int G>

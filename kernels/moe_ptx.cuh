@@ -226,6 +226,15 @@ __device__ __forceinline__ uint32_t ptx_bf16x2(float lo, float hi)
 	return d;
 }
 
+/* The largest of a warp's 32 values. */
+__device__ __forceinline__ uint32_t ptx_redux_max(uint32_t v)
+{
+	uint32_t d;
+
+	asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(d) : "r"(v));
+	return d;
+}
+
 __device__ __forceinline__ uint32_t ptx_ld_acquire(const uint32_t *p)
 {
 	uint32_t v;

@@ -18,8 +18,9 @@
 enum { HIDDEN = 7168, EXPERTS = 384, TOP_K = 8, GROUP = 32 };
 enum { TOKENS_MAX = 128, SETS_MAX = 16, COPIES = 8 };
 
-/* struct layer - device memory; router and shared expert COPIES times, as many as L2 does not hold; the residual differs from set to set, so the router's choice
- * does, and x is too small to change that however often it is added */
+/* struct layer - device memory. Router and shared expert are there COPIES times, more than L2 holds.
+ * The residual differs from set to set, so the router's choice does, and x is too small to change
+ * that however often it is added. */
 struct layer {
 	struct kvk_experts e;
 	uint8_t *w13, *w2, *router, *shared13, *shared2;

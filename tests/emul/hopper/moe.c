@@ -227,6 +227,16 @@ KVT_TEST(hopper_int4_plan)
 		   counts, 1);
 }
 
+/* Sums of the early row blocks among the last products. */
+KVT_TEST(hopper_int4_early_sums)
+{
+	static const u32 counts[] = {64};
+
+	moe_tokens((struct moe_case){KVK_INT4, 1152, 128, 32, KVK_BF16, 9, 4, 0, true,
+				     false},
+		   counts, 1);
+}
+
 /* Tiles of 64 and 128 tokens; an expert with several. */
 KVT_TEST(hopper_int4_wide)
 {

@@ -271,6 +271,16 @@ template <bool BF16> static inline uint32_t hopper_fma(uint32_t a, uint32_t b, u
 	return d;
 }
 
+static inline uint32_t ptx_redux_max(uint32_t v)
+{
+	for (unsigned i = 1; i < 32; i *= 2) {
+		const uint32_t o = __shfl_xor_sync(~0u, v, i);
+
+		v = o > v ? o : v;
+	}
+	return v;
+}
+
 static inline uint32_t ptx_fma_bf16x2(uint32_t a, uint32_t b, uint32_t c)
 {
 	return hopper_fma<true>(a, b, c);
