@@ -22,7 +22,7 @@
 #define WIDE_MEAN    16u
 #define WIDE_NARROW  32u
 #define WIDE_MIDDLE  52u
-/* From so many slots on most sums are made before the last products */
+/* From so many slots on most sums are made before the last products, where those are short */
 #define EARLY_SLOTS  256u
 #define ALIGN_UP(x)  (((x) + 255) & ~(size_t)255)
 
@@ -227,7 +227,7 @@ static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layou
 	k.sum_toks = (a->nr_tokens * l->rblocks2 + 263) / 264;
 	k.sum_toks = k.sum_toks < 8 ? k.sum_toks : 8;
 	k.sum_chunks = (a->nr_tokens + k.sum_toks - 1) / k.sum_toks;
-	if (a->nr_tokens * a->top_k >= EARLY_SLOTS)
+	if (v->rsub > 1 && a->nr_tokens * a->top_k >= EARLY_SLOTS)
 		k.early = l->rblocks2 - (l->rblocks2 + 3) / 4;
 	k.scale_f16 = a->experts.scale_dtype == KVK_F16;
 	k.accumulate = a->accumulate;
