@@ -190,6 +190,35 @@ __device__ __forceinline__ uint4 token_part(uint4 b, const struct few_lane<P> &f
 	return b;
 }
 
+/* acc += scales * (sums + what is too much), h's scale of the brick included. */
+template <int P, int SUMS, enum moe_mode MODE, bool EARLY>
+__device__ __forceinline__ void
+few_add(float (&acc)[2][1][4], const float (&s)[SUMS][4], const float (&sum)[SUMS][2][4],
+	const float (&off)[SUMS][4], uint32_t x, uint32_t xrow)
+{
+	const uint32_t t = threadIdx.x % 4;
+	float part[2][4] = {};
+
+#pragma unroll
+	for (int i = 0; i < 8 * SUMS; i++) {
+		const int q = i / 8, m = i / 4 % 2, c = i % 4;
+		float &to = MODE == MOE_H16 ? part[m][c] : acc[m][0][c];
+
+		to += s[q][2 * m + c / 2] *
+		      (EARLY ? sum[q][m][c] : sum[q][m][c] + off[q][c]);
+	}
+#pragma unroll
+	for (int c = 0; MODE == MOE_H16 && c < 2; c++) {
+		const float back = ptx_lds32(x + (2 * t + c) % (8 / P) * xrow + 256u);
+
+#pragma unroll
+		for (int m = 0; m < 2; m++) {
+			acc[m][0][c] += back * part[m][c];
+			acc[m][0][c + 2] += back * part[m][c + 2];
+		}
+	}
+}
+
 /*
  * One brick (32 rows x 128 columns) times up to 8 / P tokens. The eight columns of the tile
  * are P sets of 8 / P tokens, and each set takes part in the scale groups of its own: P groups
@@ -214,7 +243,7 @@ __device__ __forceinline__ void brick_few(float (&acc)[2][1][4], uint32_t brick,
 	const uint32_t set = g / TOK, scale_set = 2 * t / TOK;
 	const uint32_t offset[4] = {O0, O0, O1, O1};
 	float zero[4] = {};
-	float s[SUMS][4], sum[SUMS][2][4], off[SUMS][4], part[2][4] = {};
+	float s[SUMS][4], sum[SUMS][2][4], off[SUMS][4];
 	uint4 b[4 / P], v[SPAN];
 
 	static_assert(SUMS >= 1, "no more sets than groups");
@@ -264,24 +293,7 @@ __device__ __forceinline__ void brick_few(float (&acc)[2][1][4], uint32_t brick,
 			tile_mma<MODE>(c, a1, u.z, u.w, c);
 		}
 	}
-#pragma unroll
-	for (int i = 0; i < 8 * SUMS; i++) {
-		const int q = i / 8, m = i / 4 % 2, c = i % 4;
-		float &to = MODE == MOE_H16 ? part[m][c] : acc[m][0][c];
-
-		to += s[q][2 * m + c / 2] *
-		      (EARLY ? sum[q][m][c] : sum[q][m][c] + off[q][c]);
-	}
-#pragma unroll
-	for (int c = 0; MODE == MOE_H16 && c < 2; c++) {
-		const float back = ptx_lds32(x + (2 * t + c) % TOK * xrow + 256u);
-
-#pragma unroll
-		for (int m = 0; m < 2; m++) {
-			acc[m][0][c] += back * part[m][c];
-			acc[m][0][c + 2] += back * part[m][c + 2];
-		}
-	}
+	few_add<P, SUMS, MODE, EARLY>(acc, s, sum, off, x, xrow);
 }
 
 #endif /* KVK_MOE_INT4_FEW_CUH */
