@@ -8,6 +8,7 @@
  */
 #include "kernels/attn_cuda.h"
 #include "kernels/dev.cuh"
+#include "kernels/linear_fp8.h"
 #include "kernels/linear_mid.h"
 #include "kernels/linear_tiled.h"
 #include "kernels/moe_cuda.h"
@@ -17,6 +18,8 @@
 /* Weights from which on a matrix takes CTAs several rounds, and tokens for which that matters. */
 #define LINEAR_LONG	   (24ull << 20)
 #define LINEAR_LONG_TOKENS 8u
+/* E4M3: tokens up to which W again for every 64 is faster than tiles */
+#define LINEAR_FP8	   512u
 
 static int attn_check(const struct kvk_attn_args *a)
 {
@@ -116,6 +119,9 @@ static int linear(const struct kvk_linear_args *a, kvk_stream stream)
 	if (hopper_code && kvk_linear_mid_ok(a) && linear_dense(a) &&
 	    !linear_is_long(a) && !linear_few_wins(a))
 		return kvk_linear_mid_cuda(a, stream);
+	if (hopper_code && a->nr_tokens <= LINEAR_FP8 && kvk_linear_fp8_ok(a) &&
+	    linear_dense(a))
+		return kvk_linear_fp8_cuda(a, stream);
 	if (a->nr_tokens > LINEAR_FEW && kvk_linear_tiled_ok(a))
 		return kvk_linear_tiled_cuda(a, stream);
 	return kvk_linear_cuda(a, stream);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * tile_ptx.cuh - the machine instructions of linear_tiled.cu, linear_mid.cu and linear_few.cu:
- * asynchronous copies and matrix products, sm_80 on; clusters.
+ * tile_ptx.cuh - the machine instructions of linear_tiled.cu, linear_mid.cu, linear_fp8.cu
+ * and linear_few.cu: asynchronous copies and matrix products, sm_80 on; clusters.
  */
 #ifndef KVK_TILE_PTX_CUH
 #define KVK_TILE_PTX_CUH
@@ -45,11 +45,46 @@ KVK_DEV void tile_mma16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1)
 		    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/* The larger of two pairs' values; a NaN only where both are. */
+KVK_DEV u32 tile_max_bf16x2(u32 a, u32 b)
+{
+	u32 d;
+
+	asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+	return d;
+}
+
+/* Ordinary stores to shared memory before, wgmma and the copy engine after. Without ::cta it
+ * waits for everything under way in the whole device, a thousand clocks. */
+KVK_DEV void tile_fence_async(void)
+{
+	SM90_ASM("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* d[64][8] = (use_d ? d : 0) + a[64][16] b[16][8], f16; a in registers, b as in wgmma.cuh */
+KVK_DEV void tile_wgmma8(float *d, const u32 (&a)[4], u64 b, int use_d)
+{
+	SM90_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
+		 "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0,%1,%2,%3}, "
+		 "{%4,%5,%6,%7}, %8, p, 1, 1, 0;\n}"
+		 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+		 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(use_d));
+}
+
 /* All threads of a cluster's CTAs; Hopper. */
 KVK_DEV void tile_cluster_sync(void)
 {
 	SM90_ASM("barrier.cluster.arrive.release.aligned;\n"
 		 "barrier.cluster.wait.acquire.aligned;" ::
+			 : "memory");
+}
+
+/* The same where nothing is handed over: others' memory was read, and its owner may go now. Does
+ * not wait for this thread's stores as the other does. */
+KVK_DEV void tile_cluster_leave(void)
+{
+	SM90_ASM("barrier.cluster.arrive.relaxed.aligned;\n"
+		 "barrier.cluster.wait.aligned;" ::
 			 : "memory");
 }
 

@@ -8,6 +8,7 @@
  */
 #include "cuda_runtime.h"
 #include "kernels/attn_cuda.h"
+#include "kernels/linear_fp8.h"
 #include "kernels/linear_mid.h"
 #include "kernels/linear_tiled.h"
 #include "kernels/moe_cuda.h"
@@ -36,8 +37,14 @@ STAND_IN(kvk_linear_cuda, kvk_linear_ref, kvk_linear_args)
 STAND_IN(kvk_sample_cuda, kvk_sample_ref, kvk_sample_args)
 STAND_IN(kvk_linear_tiled_cuda, kvk_linear_ref, kvk_linear_args)
 STAND_IN(kvk_linear_mid_cuda, kvk_linear_ref, kvk_linear_args)
+STAND_IN(kvk_linear_fp8_cuda, kvk_linear_ref, kvk_linear_args)
 
 extern "C" bool kvk_linear_mid_ok(const struct kvk_linear_args *a)
+{
+	return false;
+}
+
+extern "C" bool kvk_linear_fp8_ok(const struct kvk_linear_args *a)
 {
 	return false;
 }

@@ -5,6 +5,7 @@
  */
 #ifdef CONFIG_CUDA
 #include "cuda_common.h"
+#include "kernels/linear_fp8.h"
 #include "kernels/linear_mid.h"
 #include "kernels/linear_tiled.h"
 #include "kernels/moe_cuda.h"
@@ -13,6 +14,21 @@ struct shape {
 	u32 rows, cols, nr_tokens, nr_batch;
 	bool bias, accumulate, strided;
 };
+
+/* A kernel gives the bits that the tiles gave, and again. */
+static void same_bits(int (*call)(const struct kvk_linear_args *a, kvk_stream stream),
+		      struct kvk_linear_args *a, const void *before, const void *tiled,
+		      size_t bytes, const char *name)
+{
+	for (u32 i = 0; i < 2; i++) {
+		a->y = gpu_copy(before, bytes);
+		KVT_EXPECT_EQ(call(a, NULL), 0);
+		if (memcmp(tiled, gpu_fetch(a->y, bytes), bytes))
+			KVT_FAIL(
+				"%u x %u, %u tokens, run %u: linear_%s's bits are others",
+				a->w.rows, a->w.cols, a->nr_tokens, i, name);
+	}
+}
 
 static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct shape *s)
 {
@@ -43,6 +59,9 @@ static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct 
 	kvt_rng_fill(g, x, nx, 1.0f);
 	kvt_rng_fill(g, y, ny, 1.0f);
 	kvt_rng_fill(g, bias, s->rows, 1.0f);
+	/* a block with a scale beyond what quotients without a division take */
+	for (u32 i = 0; i < KV_MIN(s->cols, 128u); i++)
+		x[i] = i ? 0 : 1e-37f;
 	x[nx / 2] = NAN; /* one token's results are NaN, or its padding */
 	a.x = acts_make(KVK_BF16, x, nx);
 	a.y = host_y = acts_make(y_dtype, y, ny);
@@ -65,13 +84,10 @@ static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct 
 	if (memcmp(tiled, gpu_fetch(few.y, y_bytes), y_bytes))
 		KVT_FAIL("dtype %u, %u x %u, %u tokens: not the bits of few tokens",
 			 dtype, s->rows, s->cols, s->nr_tokens);
-	if (kvk_linear_mid_ok(&d)) {
-		few.y = gpu_copy(a_y_before, y_bytes);
-		KVT_EXPECT_EQ(kvk_linear_mid_cuda(&few, NULL), 0);
-		if (memcmp(tiled, gpu_fetch(few.y, y_bytes), y_bytes))
-			KVT_FAIL("%u x %u, %u tokens: linear_mid's bits are others",
-				 s->rows, s->cols, s->nr_tokens);
-	}
+	if (kvk_linear_mid_ok(&d))
+		same_bits(kvk_linear_mid_cuda, &few, a_y_before, tiled, y_bytes, "mid");
+	if (kvk_linear_fp8_ok(&d))
+		same_bits(kvk_linear_fp8_cuda, &few, a_y_before, tiled, y_bytes, "fp8");
 	acts_equal(y_dtype, tiled, host_y, ny, y_dtype == KVK_F32 ? 1e-4 : 0.03,
 		   "linear");
 	kvt_matrix_fini(&m);
@@ -91,6 +107,11 @@ static const struct shape shapes[] = {
 	{576, 7168, 16, 1, false, false, false}, {192, 7168, 7, 1, false, true, false},
 	{576, 7168, 33, 1, true, true, false},	 {384, 7168, 128, 1, false, false, false},
 	{512, 7168, 193, 1, true, true, false},	 {4224, 520, 130, 1, false, true, true},
+	{2060, 1296, 40, 1, true, true, true},	 {1933, 2064, 6, 1, false, true, false},
+	{100, 1168, 20, 31, false, false, true}, {300, 1040, 200, 1, true, true, false},
+	{12900, 272, 9, 1, true, false, false},	 {8500, 2064, 7, 1, false, true, false},
+	{8500, 1040, 64, 1, true, false, true},	 {3700, 2064, 8, 1, false, true, false},
+	{3700, 1296, 27, 1, false, true, true},
 };
 
 static void linear_all(u32 dtype)

@@ -4,6 +4,7 @@
  */
 #include "tests/kvt.h"
 #include "common.h"
+#include "kernels/fp8_quotient.h"
 #include "kernels/int4.h"
 
 /* O47: the table of the specification. 448 is 0x7e; NaN keeps its sign. */
@@ -143,6 +144,42 @@ KVT_TEST(token_scale_is_rounded_up)
 	}
 	KVT_EXPECT(kvk_fp8_act_scale(0) == 1.0f);
 	KVT_EXPECT(kvk_fp8_act_scale(896) == 2.0f);
+}
+
+/* The codes of BF16 values of a block whose largest is @amax, by quotient and by division.
+ * Return: how many a product with the inverse alone would have got wrong */
+static u32 quotients(float amax)
+{
+	const float scale = kvk_fp8_act_scale(amax);
+	const struct kvk_fp8_divisor d = kvk_fp8_divide_by(scale);
+	u32 nr_wrong = 0, top = kvk_f32_bits(amax) >> 16;
+
+	for (u32 b = top; b && b + 22 * 128 > top; b--) {
+		const float x = kvk_bits_f32(b << 16);
+		const u8 want = kvk_e4m3_encode(kvk_div_rn(x, scale));
+
+		if (kvk_e4m3_encode(kvk_fp8_quotient(x * d.up, d)) != want ||
+		    kvk_e4m3_encode(kvk_fp8_quotient(-x * d.up, d)) != (want | 0x80))
+			KVT_FAIL("%a of %a: another code than 0x%02x", x, amax, want);
+		nr_wrong += kvk_e4m3_encode(x * d.up * d.inverse) != want;
+	}
+	return nr_wrong;
+}
+
+/* All mantissas, exponents from the smallest to the largest. */
+KVT_TEST(quotients_have_the_codes_of_division)
+{
+	static const u32 exponents[] = {0,   1,	  2,   7,   34,	 35,  36,  126,
+					127, 130, 227, 234, 235, 236, 237, 254};
+	u32 nr_wrong = 0;
+
+	for (u32 m = 1; m < 128 * KV_ARRAY_SIZE(exponents); m++)
+		nr_wrong +=
+			quotients(kvk_bits_f32(exponents[m / 128] << 23 | m % 128 << 16));
+	KVT_EXPECT(nr_wrong > 0); /* so it takes what kvk_fp8_quotient() does */
+	KVT_EXPECT(kvk_fp8_quotient(-3.0f, kvk_fp8_divide_by(INFINITY)) == 0);
+	KVT_EXPECT(isnan(kvk_fp8_quotient(INFINITY, kvk_fp8_divide_by(INFINITY))));
+	KVT_EXPECT(isnan(kvk_fp8_quotient(NAN, kvk_fp8_divide_by(3.0f))));
 }
 
 KVT_TEST(block_scales_are_indexed_row_major)

@@ -2,7 +2,7 @@
 # few tokens without a GPU, nvcc or the toolkit. Included by ../emul.mk; x86-64 only.
 HOPPER_KERNELS := moe_int4 moe_int4_g32 moe_int4_g64 moe_int4_g128 moe_plan moe_plain \
 	moe_fp8_chunk moe_int4_wide moe_int4_wide_g32 moe_int4_wide_g64 moe_int4_wide_g128 moe_fp8_wide \
-	linear_few linear_mid linear_tiled
+	linear_few linear_mid linear_fp8 linear_tiled
 HOPPER_BIN := $(O)/tests/emul/hopper/moe
 HOPPER_OBJS := $(patsubst %,$(O)/obj/tests/emul/hopper/%.o,moe machine $(HOPPER_KERNELS:%=kernels/%))
 HOPPER_FLAGS := -Itests/emul/hopper -DCONFIG_CUDA

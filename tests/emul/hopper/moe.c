@@ -6,6 +6,7 @@
  */
 #include "tests/kvt.h"
 #include "kernels/linear_few.h"
+#include "kernels/linear_fp8.h"
 #include "kernels/linear_mid.h"
 #include "kernels/linear_tiled.h"
 #include "kernels/moe_cuda.h"
@@ -389,7 +390,8 @@ static void mid_once(u32 nr_tokens, u32 rows, u32 cols, u32 nr_batch)
 	kvt_matrix_fini(&m);
 }
 
-/* A cluster of eight, of four, of two; a block alone; 8, 16, 32 and 64 tokens. */
+/* A cluster of eight, of four, of two, of four with two chains each; a block alone; 8, 16, 32 and
+ * 64 tokens. */
 KVT_TEST(hopper_linear_mid_has_the_bits_of_tiles)
 {
 	rng.state = kvt_rand64();
@@ -405,6 +407,62 @@ KVT_TEST(hopper_linear_mid_has_the_bits_of_tiles)
 	mid_once(5, 70, 1160, 1);
 	mid_once(11, 100, 264, 2);
 	mid_once(8, 64 * 65, 136, 1);
+	mid_once(30, 64 * 29 - 5, 1672, 1);
+	mid_once(64, 12, 776, 30);
+}
+
+/* @strided: rows of y that are not aligned, and x and y in wider places */
+static void fp8_once(u32 nr_tokens, u32 rows, u32 cols, u32 nr_batch, bool strided)
+{
+	const u32 xb = cols + strided * 8, yb = rows + strided * 3,
+		  xs = nr_batch * xb + strided * 16, ys = nr_batch * yb + strided;
+	struct kvt_matrix m =
+		kvt_matrix_make(&rng, KVK_E4M3, nr_batch, rows, cols, 0, KVK_BF16);
+	size_t nw = (size_t)nr_batch * rows * cols, ny = (size_t)nr_tokens * ys;
+	u16 *x = bf16_new((size_t)nr_tokens * xs), *was = bf16_new(ny);
+	u16 *fp8 = memcpy(nan_new(2 * ny), was, 2 * ny),
+	    *tiled = memcpy(nan_new(2 * ny), was, 2 * ny);
+	struct kvk_linear_args a = {.w = m.w,
+				    .x = x,
+				    .y = fp8,
+				    .nr_tokens = nr_tokens,
+				    .x_stride = xs,
+				    .y_stride = ys,
+				    .x_dtype = KVK_BF16,
+				    .y_dtype = KVK_BF16,
+				    .nr_batch = nr_batch,
+				    .x_batch = xb,
+				    .y_batch = yb,
+				    .accumulate = strided};
+
+	memset(x, 0, 2 * KV_MIN(cols, 128u)); /* a block without a value has scale 1 */
+	x[(nr_tokens - 1) * xs] = 0x0080;     /* and one whose quotients are divided */
+	memset(&x[(nr_tokens - 1) * xs + 1], 0, 2 * (KV_MIN(cols, 128u) - 1));
+	a.w.data = memcpy(nan_new(nw), m.data, nw);
+	KVT_EXPECT(kvk_linear_fp8_ok(&a));
+	KVT_EXPECT_EQ(kvk_linear_fp8_cuda(&a, NULL), 0);
+	a.y = tiled;
+	KVT_EXPECT_EQ(kvk_linear_tiled_cuda(&a, NULL), 0);
+	KVT_EXPECT(memcmp(fp8, tiled, 2 * ny) == 0);
+	kvt_matrix_fini(&m);
+}
+
+/* Clusters of eight, four and two, of four with two chains each, blocks alone; 8 to 64 tokens at
+ * once, several steps of x; the last rows and columns of a matrix that are no whole block. */
+KVT_TEST(hopper_linear_fp8_has_the_bits_of_tiles)
+{
+	rng.state = kvt_rand64();
+	fp8_once(64, 64, 128, 1, false);
+	fp8_once(50, 100, 1168, 1, true);
+	fp8_once(5, 170, 2192, 1, true);
+	fp8_once(33, 65, 528, 1, false);
+	fp8_once(11, 100, 272, 2, true);
+	fp8_once(20, 130, 1040, 1, true);
+	fp8_once(40, 12, 1552, 15, true);
+	fp8_once(7, 9, 1072, 29, false);
+	fp8_once(16, 9, 1168, 66, true);
+	fp8_once(70, 30, 272, 33, false);
+	fp8_once(8, 20, 7184, 1, false);
 }
 
 KVT_MAIN()

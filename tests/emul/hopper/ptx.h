@@ -185,11 +185,35 @@ static inline void tile_commit(void)
 {
 }
 
+static inline void tile_fence_async(void)
+{
+}
+
 template <int N> static inline void tile_wait_all_but(void)
 {
 }
 
+/* not for two NaN: +NaN or -NaN, a device has one */
+static inline uint32_t tile_max_bf16x2(uint32_t a, uint32_t b)
+{
+	uint32_t d = 0;
+
+	for (int i = 0; i < 32; i += 16) {
+		const uint32_t x = a >> i & 0xffffu, y = b >> i & 0xffffu;
+		const float f = kvk_bf16_to_f32((uint16_t)x),
+			    g = kvk_bf16_to_f32((uint16_t)y);
+
+		d |= (g > f || f != f ? y : x) << i;
+	}
+	return d;
+}
+
 static inline void tile_cluster_sync(void)
+{
+	hopper_cluster_barrier();
+}
+
+static inline void tile_cluster_leave(void)
 {
 	hopper_cluster_barrier();
 }
@@ -392,6 +416,11 @@ template <int N>
 static inline void moe_wgmma(float *d, const uint32_t (&a)[4], uint64_t b, int use_d)
 {
 	hopper_product(d, N, a, (uint32_t)b << 4, use_d);
+}
+
+static inline void tile_wgmma8(float *d, const uint32_t (&a)[4], uint64_t b, int use_d)
+{
+	hopper_product(d, 8, a, (uint32_t)b << 4, use_d);
 }
 
 /* e4m3, both in shared memory: a's rows are the warpgroup's 64 */
