@@ -31,7 +31,8 @@
  *
  * At a segment's end the warps of a head merge through shared memory in a fixed order
  * (attn_gqa_merge.cuh). A unit cut between CTAs goes on in plan_finish(), in steps of
- * few units in quick_finish(). The next segment's
+ * few units in quick_finish(). There a CTA of up to eight pieces gives two warps to each, half
+ * the tokens a warp, and all warps take the queries from shared memory. The next segment's
  * description and queries are read while the last one is being merged. Tour 10/12.
  */
 #include "kernels/attn_gqa_merge.cuh"
@@ -49,7 +50,7 @@ KVK_DEV void finish_segment(const struct attn_params &p, const struct gqa_seg &g
 
 	settle<HD>(acc, sv);
 	if (g.hbs == 1 && role.nm == 1) {
-		merge_wide<HD, FP8, QUICK>(p, g, role.slot < g.nr_pieces, acc, sm);
+		merge_wide<HD, FP8, QUICK>(p, g, acc, sm);
 		if (QUICK && s.nr_parts > 1 && threadIdx.x < 32)
 			quick_arrive(s, &sm->quick[s.part == 0]);
 		else if (s.nr_parts > 1 && threadIdx.x < 32)
@@ -68,7 +69,7 @@ KVK_DEV void finish_segment(const struct attn_params &p, const struct gqa_seg &g
 }
 
 /* One warp's pieces of a segment. @seq: ring position of the segment's first piece. */
-template <int HD, bool FP8>
+template <int HD, bool FP8, bool QUICK, int JT>
 KVK_DEV void consume_pieces(const struct attn_params &p, const struct gqa_seg &g,
 			    const struct gqa_role &role, uint32_t seq,
 			    const uint32_t (*qf)[4], gqa_acc<HD> &acc,
@@ -86,80 +87,42 @@ KVK_DEV void consume_pieces(const struct attn_params &p, const struct gqa_seg &g
 		spin_until(&sm->issued, seq + i);
 		mbar_wait(&sm->full[C::PAIR && g.hbs >= 2 ? stage & ~1u : stage], phase);
 		if (!(p.flags & KVK_ATTN_LOADS)) {
-			float s[8][4];
-			uint32_t a[4][4], lo[4][4];
+			float s[JT][4];
+			uint32_t a[JT / 2][4], lo[JT / 2][4];
 
-			pc.k_addr = smem_addr(sm->ring[stage]);
+			pc.k_addr = smem_addr(sm->ring[stage]) + role.tok0 * C::RB;
 			pc.v_addr = pc.k_addr + C::PIECE / 2;
-			pc.sc_addr = smem_addr(sm->scales[stage]);
+			pc.sc_addr = smem_addr(sm->scales[stage]) + role.tok0 * 2;
 			pc.tail =
 				valid - (int32_t)g.s.q_len + 1 < (int32_t)KV_PAGE_TOKENS;
 #pragma unroll
 			for (int h = 0; h < 2; h++) {
 				uint32_t row = role.row0 + lane / 4 + 8 * h;
 
-				pc.limit[h] = valid - (int32_t)g.s.q_len + 1 +
+				pc.limit[h] = valid - (int32_t)g.s.q_len + 1 -
+					      (int32_t)role.tok0 +
 					      (int32_t)(row / p.group);
 			}
 			if (valid < (int32_t)KV_PAGE_TOKENS)
 				zero_tail<HD, FP8>(sm->ring[stage], sm->scales[stage],
-						   valid);
-			scores<HD, FP8>(pc.k_addr, qf, s);
-			softmax<HD, FP8>(p, pc, s, acc, a, lo);
-			values<HD, FP8>(pc.v_addr, a, lo, acc.o);
+						   valid, role.tok0, role.tok0 + 8 * JT);
+			scores<HD, FP8, JT>(pc.k_addr, qf, s);
+			softmax<HD, FP8, JT>(p, pc, s, acc, a, lo);
+			values<HD, FP8, JT>(pc.v_addr, a, lo, acc.o);
 		}
 		__syncwarp();
 		if (lane == 0)
 			mbar_arrive(&sm->empty[stage]);
+		if (QUICK && JT == 8 && lane == 0) /* for the other half */
+			mbar_arrive(&sm->empty[stage]);
 	}
 }
 
-/* A consumer warp: all segments of the CTA. */
+/* The CTA's end: its cut units, by all consumers. */
 template <int HD, bool FP8, bool QUICK>
-KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, FP8> *sm)
+KVK_DEV void finish_cta(const struct attn_params &p, const struct gqa_role &role,
+			gqa_smem<HD, FP8> *sm)
 {
-	using C = gqa_cfg<HD, FP8>;
-	const struct gqa_role role = role_of(p, threadIdx.x / 32);
-	uint32_t qf[C::KS][4], seq = 0, nth = 0;
-	struct gqa_seg g;
-
-	for (uint32_t i = 0; i < count; i++) {
-		gqa_acc<HD> acc = {};
-		struct gqa_piece pc;
-		uint32_t head;
-
-		if (i == 0) {
-			spin_until(&sm->segs_in, 0);
-			g = sm->segs[0];
-			grid_wait();
-			load_q<HD, FP8>(p, g.s, g.s.hblk * g.hbs + role.slot % g.hbs,
-					role.row0, qf);
-		}
-		head = g.s.hblk * g.hbs + role.slot % g.hbs;
-		acc.m[0] = acc.m[1] = -INFINITY;
-		pc.sk = p.scales && FP8 ? p.scales[2 * head] : 1.f;
-		pc.sv = p.scales && FP8 ? p.scales[2 * head + 1] : 1.f;
-		convert_q<HD, FP8>(qf);
-		consume_pieces<HD, FP8>(p, g, role, seq, qf, acc, pc, sm);
-		seq += g.nr_pieces;
-		if (i + 1 < count) { /* on its way while this one is finished */
-			const struct gqa_seg *n = &sm->segs[(i + 1) % SEG_RING];
-
-			spin_until(&sm->segs_in, i + 1);
-			load_q<HD, FP8>(p, n->s, n->s.hblk * n->hbs + role.slot % n->hbs,
-					role.row0, qf);
-		}
-		if (!g.ok)
-			write_nan<HD>(p, g);
-		else if (!role.idle)
-			finish_segment<HD, FP8, QUICK>(
-				p, g, role, nth++, acc, sm,
-				FP8 ? (p.token_scales ? acc.sv_max : pc.sv) : 1.f);
-		g = sm->segs[(i + 1) % SEG_RING];
-		__syncwarp();
-		if (threadIdx.x % 32 == 0)
-			atoms_add_release(&sm->segs_done, 1);
-	}
 	bar_sync(BAR_ALL, NR_WARPS * 32);
 	for (int i = 0; i < 2; i++) {
 		const struct plan_pending *pend = &sm->pend[i];
@@ -179,41 +142,120 @@ KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, F
 	}
 }
 
+/* A consumer warp: all segments of the CTA. */
+template <int HD, bool FP8, bool QUICK>
+KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, FP8> *sm)
+{
+	using C = gqa_cfg<HD, FP8>;
+	struct gqa_role role = role_of(p, threadIdx.x / 32, false);
+	uint32_t qf[C::KS][4], seq = 0, nth = 0;
+	struct gqa_seg g;
+	uint2 raw[2];
+
+	for (uint32_t i = 0; i < count; i++) {
+		gqa_acc<HD> acc = {};
+		struct gqa_piece pc;
+		uint32_t head;
+
+		if (i == 0) {
+			spin_until(&sm->segs_in, 0);
+			g = sm->segs[0];
+			grid_wait();
+			if constexpr (QUICK)
+				load_q_share<HD>(p, g.s, raw);
+			else
+				load_q<HD, FP8>(p, g.s,
+						g.s.hblk * g.hbs + role.slot % g.hbs,
+						role.row0, qf);
+		}
+		if constexpr (QUICK)
+			role = role_of(p, threadIdx.x / 32, g.nr_pieces <= NR_WARPS);
+		head = g.s.hblk * g.hbs + role.slot % g.hbs;
+		acc.m[0] = acc.m[1] = -INFINITY;
+		pc.sk = p.scales && FP8 ? p.scales[2 * head] : 1.f;
+		pc.sv = p.scales && FP8 ? p.scales[2 * head + 1] : 1.f;
+		if constexpr (QUICK)
+			share_q<HD>(raw, sm->q, qf);
+		else
+			convert_q<HD, FP8>(qf);
+		if (QUICK && g.nr_pieces <= NR_WARPS)
+			consume_pieces<HD, FP8, QUICK, QUICK ? 4 : 8>(p, g, role, seq, qf,
+								      acc, pc, sm);
+		else
+			consume_pieces<HD, FP8, QUICK, 8>(p, g, role, seq, qf, acc, pc,
+							  sm);
+		seq += g.nr_pieces;
+		if (i + 1 < count) { /* on its way while this one is finished */
+			const struct gqa_seg *n = &sm->segs[(i + 1) % SEG_RING];
+
+			spin_until(&sm->segs_in, i + 1);
+			if constexpr (QUICK)
+				load_q_share<HD>(p, n->s, raw);
+			else
+				load_q<HD, FP8>(p, n->s,
+						n->s.hblk * n->hbs + role.slot % n->hbs,
+						role.row0, qf);
+		}
+		if (QUICK && !g.ok) /* all have read sm->q */
+			bar_sync(BAR_ALL, NR_WARPS * 32);
+		if (!g.ok)
+			write_nan<HD>(p, g);
+		else if (!role.idle)
+			finish_segment<HD, FP8, QUICK>(
+				p, g, role, nth++, acc, sm,
+				FP8 ? (p.token_scales ? acc.sv_max : pc.sv) : 1.f);
+		g = sm->segs[(i + 1) % SEG_RING];
+		__syncwarp();
+		if (threadIdx.x % 32 == 0)
+			atoms_add_release(&sm->segs_done, 1);
+	}
+	finish_cta<HD, FP8, QUICK>(p, role, sm);
+}
+
+/* One thread. */
+template <int HD, bool FP8, bool QUICK>
+KVK_DEV void init_shared(const struct attn_params &p, gqa_smem<HD, FP8> *sm)
+{
+	const uint32_t nm = QUICK ? 2 : role_of(p, 0, false).nm;
+
+	for (int i = 0; i < gqa_cfg<HD, FP8>::LONG; i++) {
+		mbar_init(&sm->full[i], 1);
+		mbar_init(&sm->empty[i], nm);
+	}
+	sm->issued = sm->segs_in = sm->segs_done = 0;
+	for (int i = 0; i < NR_WARPS; i++)
+		sm->arrived[i] = sm->merged[i] = 0;
+	for (int i = 0; i < 2; i++)
+		sm->pend[i].epoch = sm->pend[i].last = 0;
+	for (int i = 0; QUICK && i < 2; i++)
+		sm->quick[i].epoch = sm->quick[i].arrived = sm->quick[i].known = 0;
+	mbar_init_fence();
+}
+
 template <int HD, bool FP8, bool QUICK>
 __global__ void __launch_bounds__(NR_THREADS, 1)
 	attn_gqa_kernel(const __grid_constant__ struct attn_params p)
 {
-	using C = gqa_cfg<HD, FP8>;
 	extern __shared__ __align__(128) uint8_t smem_raw[];
 	gqa_smem<HD, FP8> *sm = (gqa_smem<HD, FP8> *)smem_raw;
 	const uint32_t warp = threadIdx.x / 32;
+	uint32_t touched = 0;
 
 	if (QUICK && (p.flags & KVK_ATTN_LATE) && blockIdx.x % 8 == 3)
 		for (long long start = clock64(); clock64() - start < 10 * PLAN_PATIENCE;)
 			;
-	if (threadIdx.x == 0) {
-		uint32_t nm = role_of(p, 0).nm;
-
-		for (int i = 0; i < C::LONG; i++) {
-			mbar_init(&sm->full[i], 1);
-			mbar_init(&sm->empty[i], nm);
-		}
-		sm->issued = sm->segs_in = sm->segs_done = 0;
-		for (int i = 0; i < NR_WARPS; i++)
-			sm->arrived[i] = sm->merged[i] = 0;
-		for (int i = 0; i < 2; i++)
-			sm->pend[i].epoch = sm->pend[i].last = 0;
-		for (int i = 0; QUICK && i < 2; i++)
-			sm->quick[i].epoch = sm->quick[i].arrived = sm->quick[i].known =
-				0;
-		mbar_init_fence();
+	plan_enter(p);
+	if (warp == NR_WARPS) {
+		touched = plan_touch(p);
+		if (threadIdx.x % 32 == 0)
+			init_shared<HD, FP8, QUICK>(p, sm);
 	}
 	__syncthreads();
-	plan_enter(p);
 	if (warp >= NR_WARPS) {
 		regs_dec<40>();
 		if (warp == NR_WARPS)
-			produce<HD, FP8>(p, p.mem.ctas[blockIdx.x], *p.step, sm);
+			produce<HD, FP8>(p, p.mem.ctas[blockIdx.x], plan_count(touched),
+					 *p.step, sm);
 		else if (QUICK && warp <= NR_WARPS + 2)
 			quick_enlist<HD>(p, p.mem.ctas[blockIdx.x], warp - NR_WARPS - 1,
 					 &sm->quick[warp - NR_WARPS - 1]);

@@ -52,9 +52,10 @@ template <int HD, bool FP8> struct gqa_smem {
 					     * stages STAGES .. LONG - 1 of the ring */
 	uint8_t scales[C::LONG][C::SCALES ? C::SCALES : 16];
 	float2 ml[NR_WARPS][16];
-	struct plan_pending pend[2];   /* first, last segment */
-	struct quick_pending quick[2]; /* ... of a quick step */
-	struct gqa_seg segs[SEG_RING]; /* written by the producer */
+	uint4 q[FP8 && HD == 128 ? HD / 16 : 1][32]; /* few units: queries as operands */
+	struct plan_pending pend[2];		     /* first, last segment */
+	struct quick_pending quick[2];		     /* ... of a quick step */
+	struct gqa_seg segs[SEG_RING];		     /* written by the producer */
 	uint64_t full[C::LONG];
 	uint64_t empty[C::LONG];
 	uint32_t issued;	    /* pieces whose copies were started */
@@ -75,13 +76,25 @@ struct gqa_role {
 	uint32_t slots; /* pieces worked on at once */
 	uint32_t slot;	/* this warp's */
 	uint32_t row0;	/* its first query row */
+	uint32_t tok0;	/* its first token of a piece */
 	bool idle;	/* left over */
 };
 
-KVK_DEV struct gqa_role role_of(const struct attn_params &p, uint32_t warp)
+/* @half: a piece takes two warps, half the tokens each (few pieces, up to 16 rows) */
+KVK_DEV struct gqa_role role_of(const struct attn_params &p, uint32_t warp, bool half)
 {
 	uint32_t rows = p.q_len_max * p.group;
 	struct gqa_role r;
+
+	r.tok0 = half ? warp % 2 * (KV_PAGE_TOKENS / 2) : 0;
+	if (half) {
+		r.nm = 1;
+		r.slots = NR_WARPS / 2;
+		r.slot = warp / 2;
+		r.row0 = 0;
+		r.idle = false;
+		return r;
+	}
 
 	r.nm = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 48 ? 3 : 4;
 	r.slots = r.nm == 1 ? 8 : r.nm == 2 ? 4 : 2;
@@ -161,16 +174,16 @@ KVK_DEV void copy_pieces(const struct attn_params &p, const uint8_t *at, uint32_
 
 template <int HD, bool FP8>
 KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
-		     uint64_t step, gqa_smem<HD, FP8> *sm)
+		     uint32_t count, uint64_t step, gqa_smem<HD, FP8> *sm)
 {
 	using C = gqa_cfg<HD, FP8>;
 	const uint64_t policy = policy_evict_first();
 	const int lane = threadIdx.x & 31;
 	const uint32_t gp = C::PAIR && cta.hbs >= 2 ? 2 : 1;
-	const bool is_long = cta.hbs == role_of(p, 0).slots;
+	const bool is_long = cta.hbs == role_of(p, 0, false).slots;
 	uint32_t issued = 0;
 
-	for (uint32_t i = 0; i < cta.count; i++) {
+	for (uint32_t i = 0; i < count; i++) {
 		const struct plan_seg *ps =
 			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
 		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;

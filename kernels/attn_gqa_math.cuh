@@ -79,8 +79,68 @@ template <int HD, bool FP8> KVK_DEV void convert_q(uint32_t (*qf)[4])
 	}
 }
 
-/* s = Q K^T of 64 tokens; s[jt] are tokens 8 jt + 2c, + 1. */
-template <int HD, bool FP8>
+/*
+ * A step of few units: all warps have the same queries. Each would read 32 sectors a load, which
+ * takes 2 us; so each reads one k-step's share, and they meet in shared memory, as operands.
+ */
+template <int HD>
+KVK_DEV void load_q_share(const struct attn_params &p, const struct plan_seg &s,
+			  uint2 *ret_raw)
+{
+	const uint32_t lane = threadIdx.x & 31, ks = threadIdx.x / 32;
+
+	static_assert(HD / 16 == NR_WARPS, "a k-step a warp");
+#pragma unroll
+	for (int half = 0; half < 2; half++) {
+		const uint32_t row = lane / 4 + 8 * half;
+		const size_t at = ((size_t)(s.q0 + row / p.group) * p.nr_q_heads +
+				   s.hblk * p.group + row % p.group) *
+					  HD +
+				  chunk_of<2>(lane & 3, ks / 4) * 16 + ks % 4 * 4;
+
+		ret_raw[half] = make_uint2(0, 0);
+		if (row >= s.q_len * p.group)
+			continue;
+		if (p.act_f32) {
+			const float4 f = *(const float4 *)((const float *)p.q + at);
+
+			ret_raw[half] =
+				make_uint2(pack_bf16(f.x, f.y), pack_bf16(f.z, f.w));
+		} else {
+			ret_raw[half] = *(const uint2 *)((const __nv_bfloat16 *)p.q + at);
+		}
+	}
+}
+
+KVK_DEV uint32_t bf16_f16(uint32_t two)
+{
+	const float2 v = unpack_bf16(two);
+
+	return pack_f16(v.x, v.y);
+}
+
+/* All consumers: their shares to @q [k-step][lane], and all of it to qf. */
+template <int HD>
+KVK_DEV void share_q(const uint2 *raw, uint4 (*q)[32], uint32_t (*qf)[4])
+{
+	const uint32_t lane = threadIdx.x & 31;
+
+	q[threadIdx.x / 32][lane] = make_uint4(bf16_f16(raw[0].x), bf16_f16(raw[1].x),
+					       bf16_f16(raw[0].y), bf16_f16(raw[1].y));
+	bar_sync(BAR_ALL, NR_WARPS * 32);
+#pragma unroll
+	for (int ks = 0; ks < HD / 16; ks++) {
+		const uint4 v = q[ks][lane];
+
+		qf[ks][0] = v.x;
+		qf[ks][1] = v.y;
+		qf[ks][2] = v.z;
+		qf[ks][3] = v.w;
+	}
+}
+
+/* s = Q K^T of 8 JT tokens; s[jt] are tokens 8 jt + 2c, + 1. */
+template <int HD, bool FP8, int JT = 8>
 KVK_DEV void scores(uint32_t k_addr, const uint32_t (*qf)[4], float (*s)[4])
 {
 	using C = gqa_cfg<HD, FP8>;
@@ -88,7 +148,7 @@ KVK_DEV void scores(uint32_t k_addr, const uint32_t (*qf)[4], float (*s)[4])
 
 	k_addr += g * C::RB;
 #pragma unroll
-	for (int j0 = 0; j0 < 8; j0 += 4) {
+	for (int j0 = 0; j0 < JT; j0 += 4) {
 #pragma unroll
 		for (int jt = j0; jt < j0 + 4; jt++)
 			s[jt][0] = s[jt][1] = s[jt][2] = s[jt][3] = 0.f;
@@ -123,11 +183,11 @@ KVK_DEV void scores(uint32_t k_addr, const uint32_t (*qf)[4], float (*s)[4])
 }
 
 /*
- * o += P V of 64 tokens; a[ks] is P of tokens 16 ks .. 16 ks + 15. Word i of chunk j
+ * o += P V of 8 JT tokens; a[ks] is P of tokens 16 ks .. 16 ks + 15. Word i of chunk j
  * makes n-tile(s) o[]: FP8 o[8 j + 2 i], o[8 j + 2 i + 1] (even and odd dims), BF16 o[4 j
  * + i].
  */
-template <int HD, bool FP8>
+template <int HD, bool FP8, int JT = 8>
 KVK_DEV void values(uint32_t v_addr, const uint32_t (*a)[4], const uint32_t (*lo)[4],
 		    float (*o)[4])
 {
@@ -136,7 +196,7 @@ KVK_DEV void values(uint32_t v_addr, const uint32_t (*a)[4], const uint32_t (*lo
 
 	v_addr += g * C::RB;
 #pragma unroll
-	for (int ks = 0; ks < 4; ks++) {
+	for (int ks = 0; ks < JT / 2; ks++) {
 #pragma unroll
 		for (int j = 0; j < C::NJ; j++) {
 			const uint32_t at =
@@ -167,18 +227,22 @@ KVK_DEV void values(uint32_t v_addr, const uint32_t (*a)[4], const uint32_t (*lo
 	}
 }
 
-/* Rows of V (and scales) past the end become zero: their bytes never reach arithmetic. */
+/*
+ * Rows of V (and scales) past the end among tokens @lo .. @hi - 1 become zero: their bytes never
+ * reach arithmetic.
+ */
 template <int HD, bool FP8>
-KVK_DEV void zero_tail(uint8_t *stage, uint8_t *scales, uint32_t valid)
+KVK_DEV void zero_tail(uint8_t *stage, uint8_t *scales, uint32_t valid, uint32_t lo,
+		       uint32_t hi)
 {
 	using C = gqa_cfg<HD, FP8>;
 	const int lane = threadIdx.x & 31;
 
-	for (uint32_t i = valid * (C::RB / 16) + lane; i < KV_PAGE_TOKENS * (C::RB / 16);
-	     i += 32)
+	valid = max(valid, lo);
+	for (uint32_t i = valid * (C::RB / 16) + lane; i < hi * (C::RB / 16); i += 32)
 		*(uint4 *)(stage + C::PIECE / 2 + i * 16) = make_uint4(0, 0, 0, 0);
 	if (FP8)
-		for (uint32_t i = valid + lane; i < KV_PAGE_TOKENS; i += 32)
+		for (uint32_t i = valid + lane; i < hi; i += 32)
 			((uint16_t *)scales)[i] = ((uint16_t *)scales)[64 + i] = 0;
 	fence_proxy_async();
 	__syncwarp();
@@ -189,13 +253,14 @@ struct gqa_piece {
 	uint32_t k_addr;
 	uint32_t v_addr;
 	uint32_t sc_addr;
-	int32_t limit[2]; /* tokens of this page that row g, g + 8 may see */
+	int32_t limit[2]; /* tokens from the warp's first on that row g, g + 8 may see */
 	bool tail;	  /* some token of the page is out of sight */
 	float sk;	  /* static scales */
 	float sv;
 };
 
 /* The V scales of a lane's tokens, and the largest V scale so far with them. */
+template <int JT>
 KVK_DEV float largest_scale(const struct gqa_piece &pc, float so_far, uint32_t *svw)
 {
 	const int c = threadIdx.x & 3;
@@ -203,7 +268,7 @@ KVK_DEV float largest_scale(const struct gqa_piece &pc, float so_far, uint32_t *
 	float sv;
 
 #pragma unroll
-	for (int jt = 0; jt < 8; jt++) {
+	for (int jt = 0; jt < JT; jt++) {
 		__half2 h;
 
 		svw[jt] = lds32(pc.sc_addr + 128 + 16 * jt + 4 * c);
@@ -216,13 +281,14 @@ KVK_DEV float largest_scale(const struct gqa_piece &pc, float so_far, uint32_t *
 }
 
 /* Scores times scales, masked; mx: the rows' largest. */
+template <int JT>
 KVK_DEV void scale_scores(const struct attn_params &p, const struct gqa_piece &pc,
 			  bool tok, float (*s)[4], float *mx)
 {
 	const int c = threadIdx.x & 3;
 
 #pragma unroll
-	for (int jt = 0; jt < 8; jt++) {
+	for (int jt = 0; jt < JT; jt++) {
 		float2 k = make_float2(pc.sk, pc.sk);
 
 		if (tok)
@@ -235,22 +301,22 @@ KVK_DEV void scale_scores(const struct attn_params &p, const struct gqa_piece &p
 	}
 	if (pc.tail) {
 #pragma unroll
-		for (int i = 0; i < 32; i++)
+		for (int i = 0; i < 4 * JT; i++)
 			if (i / 4 * 8 + 2 * c + (i & 1) >= pc.limit[i / 2 & 1])
 				s[i / 4][i % 4] = -INFINITY;
 	}
 #pragma unroll
-	for (int i = 0; i < 32; i++)
+	for (int i = 0; i < 4 * JT; i++)
 		mx[i / 2 & 1] = fmaxf(mx[i / 2 & 1], s[i / 4][i % 4]);
 }
 
 /* P as M operands (BF16: in two parts, one alone is off by 1e-3), and the rows' sums. */
-template <bool FP8>
+template <bool FP8, int JT>
 KVK_DEV void probs(float (*s)[4], const float *mu, bool tok, const uint32_t *svw,
 		   float inv_sv, float *l, uint32_t (*a)[4], uint32_t (*lo)[4])
 {
 #pragma unroll
-	for (int jt = 0; jt < 8; jt++) {
+	for (int jt = 0; jt < JT; jt++) {
 		float2 v = make_float2(1.f, 1.f);
 
 		if (tok) {
@@ -280,20 +346,20 @@ KVK_DEV void probs(float (*s)[4], const float *mu, bool tok, const uint32_t *svw
 }
 
 /* Scores to probabilities: scales, mask, running maximum; returns with P in a[][]. */
-template <int HD, bool FP8>
+template <int HD, bool FP8, int JT = 8>
 KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
 		     float (*s)[4], gqa_acc<HD> &acc, uint32_t (*a)[4], uint32_t (*lo)[4])
 {
 	const bool tok = FP8 && p.token_scales;
 	float mx[2] = {-INFINITY, -INFINITY}, corr[2], mu[2], sv_new = acc.sv_max,
 	      inv_sv = 1.f;
-	uint32_t svw[8];
+	uint32_t svw[JT];
 
 	if (tok) {
-		sv_new = largest_scale(pc, sv_new, svw);
+		sv_new = largest_scale<JT>(pc, sv_new, svw);
 		inv_sv = sv_new > 0.f ? 1.f / sv_new : 0.f;
 	}
-	scale_scores(p, pc, tok, s, mx);
+	scale_scores<JT>(p, pc, tok, s, mx);
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
 		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 1));
@@ -319,7 +385,7 @@ KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
 		acc.m[1] = mx[1];
 		acc.sv_max = sv_new;
 	}
-	probs<FP8>(s, mu, tok, svw, inv_sv, acc.l, a, lo);
+	probs<FP8, JT>(s, mu, tok, svw, inv_sv, acc.l, a, lo);
 }
 
 #endif /* KVK_ATTN_GQA_MATH_CUH */

@@ -190,8 +190,6 @@ KVK_DEV void merge_quads(const struct attn_params &p, const struct gqa_seg &g, u
 #pragma unroll
 		for (int w = 0; w < NR_WARPS; w++) {
 			ml[w][h] = sm->ml[w][lane / 4 + 8 * h];
-			if (ml[w][h].y < 0.f)
-				ml[w][h] = make_float2(-INFINITY, 0.f);
 			acc.m[h] = fmaxf(acc.m[h], ml[w][h].x);
 		}
 	}
@@ -206,12 +204,10 @@ KVK_DEV void merge_quads(const struct attn_params &p, const struct gqa_seg &g, u
 
 #pragma unroll
 		for (int h = 0; h < 2; h++) {
-			c[h] = ml[w][h].x == -INFINITY ? 0.f
-						       : exp2_fast(ml[w][h].x - acc.m[h]);
+			c[h] = exp2_fast(ml[w][h].x -
+					 (acc.m[h] == -INFINITY ? 0.f : acc.m[h]));
 			acc.l[h] += c[h] * ml[w][h].y;
 		}
-		if (sm->ml[w][0].y < 0.f)
-			continue;
 #pragma unroll
 		for (int i = 0; i < 2; i++) {
 			const float4 v = sm->part[w][(2 * q + i) * 32 + lane];
@@ -294,24 +290,24 @@ KVK_DEV bool merge_warps(const struct gqa_role &role, uint32_t hbs, uint32_t nth
 
 /*
  * All warps of a CTA have one head's rows: merge them side by side instead. Each thread folds the
- * values of a lane's @q-th quads over all warps, in warp order, and writes them. Ends with
- * the CTA's slot (or output) written and part[] free.
+ * values of a lane's @q-th quads over all warps, in warp order, and writes them; a warp
+ * without a piece brings zeros, so that nobody has to ask. Ends with the CTA's slot (or output)
+ * written and part[] free.
  */
 template <int HD, bool FP8, bool QUICK>
-KVK_DEV void merge_wide(const struct attn_params &p, const struct gqa_seg &g, bool worked,
+KVK_DEV void merge_wide(const struct attn_params &p, const struct gqa_seg &g,
 			gqa_acc<HD> &acc, gqa_smem<HD, FP8> *sm)
 {
 	const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 
 #pragma unroll
-	for (int i = 0; worked && i < HD / 8; i++)
+	for (int i = 0; i < HD / 8; i++)
 		sm->part[warp][i * 32 + lane] =
 			make_float4(acc.o[i][0], acc.o[i][1], acc.o[i][2], acc.o[i][3]);
 #pragma unroll
 	for (int h = 0; h < 2; h++)
 		if (lane % 4 == 0)
-			sm->ml[warp][lane / 4 + 8 * h] =
-				make_float2(acc.m[h], worked ? acc.l[h] : -1.f);
+			sm->ml[warp][lane / 4 + 8 * h] = make_float2(acc.m[h], acc.l[h]);
 	bar_sync(BAR_ALL, NR_WARPS * 32);
 	for (uint32_t q = warp; q < HD / 16; q += NR_WARPS)
 		merge_quads<HD, FP8, QUICK>(p, g, q, sm);

@@ -42,12 +42,34 @@ KVK_DEV void finish_cta(const struct attn_params &p, mla_smem<NTL, FP8> *sm)
 		uint32_t rows = pend->s.q_len * p.nr_q_heads - pend->s.hblk * 8 * NTL;
 
 		if (pend->epoch)
-			plan_finish<LATENT, mla_row_elem, NTL == 2>(
-				p, pend, 8 * NTL, min(8u * NTL, rows),
-				pend->s.nr_parts * C::NR_VALUE,
-				(struct plan_part *)sm->ring, &sm->flag, threadIdx.x,
-				BAR_ALL, C::NR_WARPS * 32);
+			plan_finish<LATENT, mla_row_elem,
+				    NTL == 2 ? 1
+				    : FP8    ? -1
+					     : 0>(p, pend, 8 * NTL, min(8u * NTL, rows),
+					       pend->s.nr_parts * C::NR_VALUE,
+					       (struct plan_part *)sm->ring, &sm->flag,
+					       threadIdx.x, BAR_ALL, C::NR_WARPS * 32);
 	}
+}
+
+/* One thread. */
+template <int NTL, bool FP8> KVK_DEV void init_shared(mla_smem<NTL, FP8> *sm)
+{
+	using C = mla_cfg<NTL, FP8>;
+
+	for (int i = 0; i < C::STAGES; i++) {
+		mbar_init(&sm->full[i], 1);
+		mbar_init(&sm->empty[i], 4 + C::NR_VALUE);
+	}
+	for (int i = 0; i < 2; i++) {
+		mbar_init(&sm->p_full[i], 4);
+		mbar_init(&sm->p_empty[i], C::NR_VALUE);
+		mbar_init(&sm->fin_full[i], C::NR_SCORE);
+		mbar_init(&sm->fin_empty[i], C::NR_VALUE);
+		sm->pend[i].epoch = sm->pend[i].last = 0;
+	}
+	sm->issued = sm->segs_in = sm->segs_done = sm->q_read = 0;
+	mbar_init_fence();
 }
 
 template <int NTL, bool FP8>
@@ -58,28 +80,20 @@ __global__ void __launch_bounds__(mla_cfg<NTL, FP8>::NR_THREADS, 1)
 	extern __shared__ __align__(128) uint8_t smem_raw[];
 	mla_smem<NTL, FP8> *sm = (mla_smem<NTL, FP8> *)smem_raw;
 	const uint32_t warp = threadIdx.x / 32;
+	uint32_t touched = 0;
 
-	if (threadIdx.x == 0) {
-		for (int i = 0; i < C::STAGES; i++) {
-			mbar_init(&sm->full[i], 1);
-			mbar_init(&sm->empty[i], 4 + C::NR_VALUE);
-		}
-		for (int i = 0; i < 2; i++) {
-			mbar_init(&sm->p_full[i], 4);
-			mbar_init(&sm->p_empty[i], C::NR_VALUE);
-			mbar_init(&sm->fin_full[i], C::NR_SCORE);
-			mbar_init(&sm->fin_empty[i], C::NR_VALUE);
-			sm->pend[i].epoch = sm->pend[i].last = 0;
-		}
-		sm->issued = sm->segs_in = sm->segs_done = 0;
-		mbar_init_fence();
+	plan_enter(p);
+	if (warp == C::NR_WARPS) {
+		touched = plan_touch(p);
+		if (threadIdx.x % 32 == 0)
+			init_shared<NTL, FP8>(sm);
 	}
 	__syncthreads();
-	plan_enter(p);
 	if (warp >= C::NR_WARPS) {
 		regs_dec<C::REGS_REST>();
 		if (warp == C::NR_WARPS)
-			produce(p, p.mem.ctas[blockIdx.x], *p.step, sm);
+			produce(p, p.mem.ctas[blockIdx.x], plan_count(touched), *p.step,
+				sm);
 	} else if (warp < C::NR_SCORE) {
 		regs_inc<C::REGS_SCORE>();
 		score_warp<NTL, FP8>(p, p.mem.ctas[blockIdx.x].count, sm);

@@ -52,7 +52,7 @@ KVK_DEV struct mla_seg publish_seg(const struct attn_params &p,
 
 template <class SM>
 KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
-		     uint64_t step, SM *sm)
+		     uint32_t count, uint64_t step, SM *sm)
 {
 	using C = typename SM::C;
 	const uint64_t policy = policy_evict_first();
@@ -61,7 +61,7 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 	const uint32_t flight = min(p.flight, (uint32_t)C::STAGES);
 	uint32_t stage = 0, phase = 1, issued = 0;
 
-	for (uint32_t i = 0; i < cta.count; i++) {
+	for (uint32_t i = 0; i < count; i++) {
 		const struct plan_seg *ps =
 			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
 		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;
@@ -88,6 +88,9 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 						mbar_wait(&sm->full[before % C::STAGES],
 							  before / C::STAGES & 1);
 					mbar_wait(&sm->empty[stage], phase);
+					if (C::ES == 1 &&
+					    issued == C::STAGES) /* queries */
+						spin_until(&sm->q_read, C::NR_SCORE - 1);
 					mbar_arrive_expect(&sm->full[stage], bytes);
 					bulk_load(sm->ring[stage], at, bytes,
 						  &sm->full[stage], policy);

@@ -8,7 +8,8 @@
 
 #include "kernels/attn_mla.cuh"
 
-#define BAR_ALL 1 /* scores and values */
+#define BAR_ALL	  1 /* scores and values */
+#define BAR_SCORE 2
 template <int NTL, bool FP8> struct mla_cfg {
 	static constexpr int ES = FP8 ? 1 : 2;
 	static constexpr int RB = LATENT * ES;	/* bytes of a token's latent */
@@ -52,6 +53,7 @@ template <int NTL, bool FP8> struct mla_smem {
 	uint64_t fin_empty[2];
 	uint32_t issued; /* pieces whose copies were started */
 	uint32_t segs_in;
+	uint32_t q_read; /* score warps that have their first queries */
 	uint32_t segs_done;
 	uint32_t flag;
 };
@@ -101,6 +103,54 @@ template <int NTL, bool FP8> KVK_DEV void convert_q(uint32_t (*qf)[NTL][2])
 			*q = pack_f16(v.x, v.y);
 		}
 	}
+}
+
+/*
+ * FP8: the first queries of a CTA, for all score warps, through the last stage of the ring: each of
+ * them alone would read 150 KB, as much as four pages, in sectors of which it wants 8 bytes.
+ * The producer leaves that stage alone until all have said that they have theirs. BF16 has three
+ * stages and all of them are on their way by then.
+ */
+template <int NTL, bool FP8>
+KVK_DEV void share_q(const struct attn_params &p, const struct plan_seg &s,
+		     uint32_t (*qf)[NTL][2], mla_smem<NTL, FP8> *sm)
+{
+	using C = mla_cfg<NTL, FP8>;
+	constexpr uint32_t ALL = NR_KS / 2 * NTL; /* of 32 x 8 values */
+	constexpr uint32_t EACH = (ALL + C::NR_SCORE - 1) / C::NR_SCORE;
+	uint4(*stage)[32] = (uint4(*)[32])sm->ring[C::STAGES - 1];
+	const uint32_t lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+	uint4 v[EACH];
+
+#pragma unroll
+	for (uint32_t i = 0; i < EACH; i++) {
+		const uint32_t k = i * C::NR_SCORE + warp;
+		const uint32_t row = s.hblk * (8 * NTL) + k % NTL * 8 + lane / 4;
+
+		v[i] = make_uint4(0, 0, 0, 0);
+		if (k < ALL && row < s.q_len * p.nr_q_heads)
+			v[i] = act_load8(p, ((size_t)s.q0 * p.nr_q_heads + row) *
+							    (LATENT + ROPE) +
+						    ks_dim<FP8>(k / NTL * 2, lane & 3));
+	}
+#pragma unroll
+	for (uint32_t i = 0; i < EACH; i++)
+		if (i * C::NR_SCORE + warp < ALL)
+			stage[i * C::NR_SCORE + warp][lane] = v[i];
+	fence_proxy_async();
+	bar_sync(BAR_SCORE, 32 * C::NR_SCORE);
+#pragma unroll
+	for (int k = 0; k < NR_KS / 2 * NTL; k++) {
+		const uint4 v = stage[k][lane];
+
+		qf[k / NTL * 2][k % NTL][0] = v.x;
+		qf[k / NTL * 2][k % NTL][1] = v.y;
+		qf[k / NTL * 2 + 1][k % NTL][0] = v.z;
+		qf[k / NTL * 2 + 1][k % NTL][1] = v.w;
+	}
+	__syncwarp();
+	if (lane == 0)
+		atoms_add_release(&sm->q_read, 1);
 }
 
 /* One k-step: 4 bytes (FP8) or 8 bytes (BF16) of token rows g and g + 8. */
@@ -274,7 +324,10 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 			spin_until(&sm->segs_in, 0);
 			g = sm->segs[0];
 			grid_wait();
-			load_q<NTL, FP8>(p, g.s, qf);
+			if constexpr (FP8)
+				share_q<NTL, FP8>(p, g.s, qf, sm);
+			else
+				load_q<NTL, FP8>(p, g.s, qf);
 		}
 #pragma unroll
 		for (int k = 0; k < 2 * NTL; k++) {

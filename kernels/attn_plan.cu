@@ -325,6 +325,8 @@ int plan_params(const struct kvk_attn_args *a, struct attn_params *ret_p)
 		return -EINVAL;
 	if (l->scale_kind == KV_SCALE_STATIC && !a->pages.scales)
 		return -EINVAL;
+	if (!dev_aligned(a->q, 16) || !dev_aligned(a->out, 16)) /* act_load8() */
+		return -EINVAL;
 	p.base = (const uint8_t *)a->pages.base;
 	p.extent_bytes = a->pages.geometry.extent_bytes;
 	p.stride_bytes = a->pages.geometry.stride_bytes;

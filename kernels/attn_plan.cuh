@@ -22,6 +22,8 @@
 #ifndef KVK_ATTN_PLAN_CUH
 #define KVK_ATTN_PLAN_CUH
 
+#include <stddef.h>
+
 #include "kernels/common.cuh"
 #include "kernels/attn_cuda.h"
 #include "kernels/dev.cuh"
@@ -118,6 +120,21 @@ KVK_DEV void plan_enter(const struct attn_params &p)
 	grid_launch_next();
 }
 
+/*
+ * Start reading the CTA's share of the schedule: a word a lane, so that the rest of it is near when
+ * the count is there. By the producer, which then prepares shared memory.
+ */
+KVK_DEV uint32_t plan_touch(const struct attn_params &p)
+{
+	static_assert(sizeof(struct plan_cta) == 64, "16 words");
+	return ((const uint32_t *)(p.mem.ctas + blockIdx.x))[threadIdx.x & 15];
+}
+
+KVK_DEV uint32_t plan_count(uint32_t touched)
+{
+	return __shfl_sync(~0u, touched, offsetof(struct plan_cta, count) / 4);
+}
+
 /* What a segment's rows and verdict say. */
 enum plan_state {
 	PLAN_FAILED, /* the request failed: every part of the unit sees it, output is NaN */
@@ -174,6 +191,17 @@ KVK_DEV float2 act_load2(const struct attn_params &p, size_t i)
 	if (p.act_f32)
 		return *(const float2 *)((const float *)p.q + i);
 	return unpack_bf16(*(const uint32_t *)((const __nv_bfloat16 *)p.q + i));
+}
+
+/* Eight neighbouring values as bf16. */
+KVK_DEV uint4 act_load8(const struct attn_params &p, size_t i)
+{
+	const float4 *f = (const float4 *)((const float *)p.q + i);
+
+	if (!p.act_f32)
+		return *(const uint4 *)((const __nv_bfloat16 *)p.q + i);
+	return make_uint4(pack_bf16(f[0].x, f[0].y), pack_bf16(f[0].z, f[0].w),
+			  pack_bf16(f[1].x, f[1].y), pack_bf16(f[1].z, f[1].w));
 }
 
 KVK_DEV void out_store2(const struct attn_params &p, size_t i, float a, float b)
@@ -413,23 +441,46 @@ KVK_DEV void plan_merge(const struct attn_params &p, const struct plan_seg &s,
 	const uint32_t total = rows * (D / 4);
 	const uint32_t lo = slice * total / nr_slices,
 		       hi = (slice + 1) * total / nr_slices;
-	const uint32_t ways = s.nr_parts <= 10 ? 1 : s.nr_parts <= 40 ? 4 : 8;
+	uint32_t ways = s.nr_parts <= 10 ? 1 : s.nr_parts <= 40 ? 4 : 8;
 
-	if (WIDE && s.nr_parts <= 2 && hi - lo > (uint32_t)nr_threads)
-		plan_slice<D, ROW, WIDE ? 4 * WIDE : 1, 2, QUICK>(
-			p, s, hbs, rows, lo, hi, 1, w, scratch, tid, bar, nr_threads);
-	else if (WIDE && s.nr_parts <= 5 && hi - lo > (uint32_t)nr_threads)
-		plan_slice<D, ROW, WIDE ? 2 * WIDE : 1, 5, QUICK>(
-			p, s, hbs, rows, lo, hi, 1, w, scratch, tid, bar, nr_threads);
-	else
-		plan_slice<D, ROW, WIDE ? WIDE : 1, 10, QUICK>(
-			p, s, hbs, rows, lo, hi, ways, w, scratch, tid, bar, nr_threads);
+	if constexpr (WIDE > 0 && !QUICK) {
+		if (s.nr_parts <= 5 && hi - lo > (uint32_t)nr_threads) {
+			if (s.nr_parts <= 2)
+				plan_slice<D, ROW, 4 * WIDE, 2, QUICK>(
+					p, s, hbs, rows, lo, hi, 1, w, scratch, tid, bar,
+					nr_threads);
+			else
+				plan_slice<D, ROW, 2 * WIDE, 5, QUICK>(
+					p, s, hbs, rows, lo, hi, 1, w, scratch, tid, bar,
+					nr_threads);
+			return;
+		}
+	}
+	/* an empty place costs a warp as much as a part */
+	if constexpr (WIDE < 0 || QUICK) {
+		ways = s.nr_parts <= 5	  ? 1
+		       : s.nr_parts <= 20 ? 4
+		       : s.nr_parts <= 80 ? 8
+					  : nr_threads / 32;
+		if (s.nr_parts <= 2 * ways) {
+			plan_slice<D, ROW, 1, 2, QUICK>(p, s, hbs, rows, lo, hi, ways, w,
+							scratch, tid, bar, nr_threads);
+			return;
+		}
+		if (s.nr_parts <= 5 * ways) {
+			plan_slice<D, ROW, 1, 5, QUICK>(p, s, hbs, rows, lo, hi, ways, w,
+							scratch, tid, bar, nr_threads);
+			return;
+		}
+	}
+	plan_slice<D, ROW, (WIDE > 0 ? WIDE : 1), 10, QUICK>(
+		p, s, hbs, rows, lo, hi, ways, w, scratch, tid, bar, nr_threads);
 }
 
 /*
  * Finish this CTA's part of a split unit, at the end of the CTA. @total: arrivals that
  * make the unit; @scratch: [threads * WIDE] plan_part and @flag in shared memory. WIDE: 2 if
- * there are registers for 20 slots at once.
+ * there are registers for 20 slots at once, -1 to choose by parts how many slots a warp reads.
  */
 template <int D, plan_row_off ROW, int WIDE>
 KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending *pend,

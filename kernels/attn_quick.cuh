@@ -24,32 +24,23 @@
 
 #include "kernels/attn_plan.cuh"
 
-/* Reads of what other CTAs may be writing; zeros unless @in. */
-KVK_DEV float2 ldg_relaxed2(const float *at, bool in)
+/* Reads of what other CTAs may be writing; @v stays as it is unless @in. */
+KVK_DEV void ldg_relaxed2(const float *at, bool in, float2 &v)
 {
-	float2 v;
-
-	asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nmov.f32 %0, 0f00000000;\n"
-		     "mov.f32 %1, 0f00000000;\n"
+	asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n"
 		     "@p ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];\n}"
-		     : "=&f"(v.x), "=&f"(v.y)
+		     : "+f"(v.x), "+f"(v.y)
 		     : "l"(at), "r"((uint32_t)in)
 		     : "memory");
-	return v;
 }
 
-KVK_DEV float4 ldg_relaxed4(const float *at, bool in)
+KVK_DEV void ldg_relaxed4(const float *at, bool in, float4 &v)
 {
-	float4 v;
-
-	asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.f32 %0, 0f00000000;\n"
-		     "mov.f32 %1, 0f00000000;\nmov.f32 %2, 0f00000000;\n"
-		     "mov.f32 %3, 0f00000000;\n"
+	asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
 		     "@p ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-		     : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+		     : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
 		     : "l"(at), "r"((uint32_t)in)
 		     : "memory");
-	return v;
 }
 
 KVK_DEV uint32_t ldg_acquire(const uint32_t *at)
@@ -192,18 +183,6 @@ KVK_DEV bool quick_hole2(float2 v)
 	return __float_as_uint(v.x) == PLAN_HOLE || __float_as_uint(v.y) == PLAN_HOLE;
 }
 
-/* Wait until a value and its row's (m, l) are there; false: gave up. */
-KVK_DEV bool quick_await(struct plan_wait &w, const float *ml, const float *o)
-{
-	while (quick_hole2(ldg_relaxed2(ml, true)) || quick_hole4(ldg_relaxed4(o, true)))
-		if (clock64() - w.start > PLAN_PATIENCE &&
-		    ldg_acquire(w.counter) < w.target) {
-			w.gave_up = true;
-			return false;
-		}
-	return true;
-}
-
 /*
  * Parts first, first + step, ... of float4s e, e + stride, ... of a unit to r[U]; reads U x PB
  * slots at once.
@@ -224,9 +203,16 @@ KVK_DEV void quick_read(const struct attn_params &p, const struct plan_seg &s,
 	for (uint32_t i0 = first; i0 < s.nr_parts; i0 += PB * step) {
 		float2 ml[PB][U];
 		float4 o[PB][U];
-		uint32_t holes;
+		uint32_t holes = ~0u;
 
-		do {
+#pragma unroll
+		for (int k = 0; k < PB * U; k++) {
+			ml[k / U][k % U] = make_float2(-INFINITY, 0.f);
+			o[k / U][k % U] = make_float4(0.f, 0.f, 0.f, 0.f);
+		}
+		do { /* again those that were not there */
+			const uint32_t missing = holes;
+
 			holes = 0;
 #pragma unroll
 			for (int j = 0; j < PB; j++) {
@@ -237,12 +223,13 @@ KVK_DEV void quick_read(const struct attn_params &p, const struct plan_seg &s,
 #pragma unroll
 				for (int u = 0; u < U; u++) {
 					const uint32_t at = e + u * stride;
-					const bool in =
-						i0 + j * step < s.nr_parts && at < end;
+					const bool in = i0 + j * step < s.nr_parts &&
+							at < end &&
+							(missing >> (j * U + u) & 1);
 
-					ml[j][u] =
-						ldg_relaxed2(sl + 2 * (at / (D / 4)), in);
-					o[j][u] = ldg_relaxed4(sl + o_off + 4 * at, in);
+					ldg_relaxed2(sl + 2 * (at / (D / 4)), in,
+						     ml[j][u]);
+					ldg_relaxed4(sl + o_off + 4 * at, in, o[j][u]);
 				}
 			}
 #pragma unroll
@@ -250,28 +237,17 @@ KVK_DEV void quick_read(const struct attn_params &p, const struct plan_seg &s,
 				if (quick_hole2(ml[k / U][k % U]) ||
 				    quick_hole4(o[k / U][k % U]))
 					holes |= 1u << k;
-			if (holes) { /* one read at a time while waiting */
-				const uint32_t k = __ffs(holes) - 1,
-					       at = e + k % U * stride;
-				const float *sl =
-					slot_ptr(p.mem, plan_slot(s, i0 + k / U * step)) +
-					w.half;
-
-				if (!quick_await(w, sl + 2 * (at / (D / 4)),
-						 sl + o_off + 4 * at))
-					break;
+			if (holes && clock64() - w.start > PLAN_PATIENCE &&
+			    ldg_acquire(w.counter) < w.target) {
+				w.gave_up = true;
+				break;
 			}
 		} while (holes);
 #pragma unroll
 		for (int j = 0; j < PB; j++)
 #pragma unroll
-			for (int u = 0; u < U; u++) {
-				bool in = i0 + j * step < s.nr_parts &&
-					  e + u * stride < end;
-
-				part_add(r[u], o[j][u], in ? ml[j][u].x : -INFINITY,
-					 ml[j][u].y);
-			}
+			for (int u = 0; u < U; u++)
+				part_add(r[u], o[j][u], ml[j][u].x, ml[j][u].y);
 	}
 }
 
