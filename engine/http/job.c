@@ -3,9 +3,14 @@
 #include "engine/http/job.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+
+#include "base/clock.h"
+#include "base/mutant.h"
 
 void eng_job_params_free(struct eng_job_params *p)
 {
@@ -91,6 +96,43 @@ int eng_jobs_push(struct eng_jobs *q, struct eng_job *j)
 	if (!rc)
 		eng_engine_wake(q->engine);
 	return rc;
+}
+
+static bool peer_gone(int fd)
+{
+	struct pollfd p = {.fd = fd, .events = POLLRDHUP};
+
+	if (KV_MUTANT(disconnect_ignored))
+		return false;
+	return poll(&p, 1, 0) > 0 && (p.revents & (POLLRDHUP | POLLHUP | POLLERR));
+}
+
+bool eng_job_wait_locked(struct eng_job *j, size_t nr_seen, bool whole, int fd,
+			 u64 look_ns)
+{
+	u64 look = kv_now_ns() + look_ns;
+
+	while (!j->ended && (whole || j->nr_shown <= nr_seen)) {
+		struct timespec ts;
+		u64 now = kv_now_ns();
+
+		/* by the clock: tokens may come too fast for a wait to ever end by itself */
+		if (now >= look) {
+			if (peer_gone(fd))
+				return false;
+			look = now + look_ns;
+		}
+		clock_gettime(CLOCK_REALTIME, &ts);
+		ts.tv_nsec += (long)look_ns;
+		if (ts.tv_nsec >= (long)KV_NSEC_PER_SEC) {
+			ts.tv_nsec -= (long)KV_NSEC_PER_SEC;
+			ts.tv_sec++;
+		}
+		if (pthread_cond_timedwait(&j->changed, &j->lock, &ts) != ETIMEDOUT &&
+		    KV_MUTANT(disconnect_seen_only_when_idle))
+			look = kv_now_ns() + look_ns;
+	}
+	return true;
 }
 
 void eng_job_cancel(struct eng_jobs *q, struct eng_job *j)

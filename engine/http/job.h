@@ -97,6 +97,18 @@ void eng_job_put(struct eng_job *j);
  * most), then queue it. Return: 0; -EAGAIN full; -ESHUTDOWN closed */
 int eng_jobs_push(struct eng_jobs *q, struct eng_job *j);
 
+/**
+ * eng_job_wait_locked() - HTTP thread: wait until a job has more to show, or has ended
+ * @nr_seen: bytes of text that the client has
+ * @whole: only its end counts
+ * @fd: the client's socket, looked at every @look_ns, however often tokens come meanwhile
+ *
+ * Context: under j->lock, which is given up while it waits.
+ * Return: false: the client is gone.
+ */
+bool eng_job_wait_locked(struct eng_job *j, size_t nr_seen, bool whole, int fd,
+			 u64 look_ns);
+
 /** eng_job_cancel() - HTTP thread: the client is gone */
 void eng_job_cancel(struct eng_jobs *q, struct eng_job *j);
 

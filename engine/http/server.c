@@ -9,12 +9,10 @@
 
 #include <errno.h>
 #include <microhttpd.h>
-#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/clock.h"
-#include "base/mutant.h"
 #include "engine/http/listen.h"
 #include "engine/http/reply.h"
 
@@ -88,39 +86,6 @@ static enum MHD_Result respond_simple(struct MHD_Connection *c, unsigned int sta
 
 	snprintf(err.message, sizeof(err.message), "%s", message);
 	return respond_error(c, &err);
-}
-
-static bool peer_gone(int fd)
-{
-	struct pollfd p = {.fd = fd, .events = POLLRDHUP};
-
-	if (KV_MUTANT(disconnect_ignored))
-		return false;
-	return poll(&p, 1, 0) > 0 && (p.revents & (POLLRDHUP | POLLHUP | POLLERR));
-}
-
-/*
- * Wait under job.lock until there is more to show than @nr_sent or the job has ended.
- * Return: false: the client is gone.
- */
-static bool job_wait_locked(struct stream *st, bool whole)
-{
-	struct eng_job *j = st->job;
-
-	while (!j->ended && (whole || j->nr_shown <= st->nr_sent)) {
-		struct timespec ts;
-
-		clock_gettime(CLOCK_REALTIME, &ts);
-		ts.tv_nsec += PEER_POLL_NS;
-		if (ts.tv_nsec >= (long)KV_NSEC_PER_SEC) {
-			ts.tv_nsec -= (long)KV_NSEC_PER_SEC;
-			ts.tv_sec++;
-		}
-		if (pthread_cond_timedwait(&j->changed, &j->lock, &ts) == ETIMEDOUT &&
-		    peer_gone(st->fd))
-			return false;
-	}
-	return true;
 }
 
 static void end_of_locked(const struct eng_job *j, struct eng_reply_end *ret)
@@ -201,7 +166,7 @@ static int stream_next(struct stream *st)
 	int rc;
 
 	pthread_mutex_lock(&j->lock);
-	here = job_wait_locked(st, false);
+	here = eng_job_wait_locked(j, st->nr_sent, false, st->fd, PEER_POLL_NS);
 	ended = j->ended;
 	nr = j->nr_shown - st->nr_sent;
 	text = strndup(j->text ? j->text + st->nr_sent : "", nr);
@@ -264,7 +229,7 @@ static enum MHD_Result respond_whole(struct MHD_Connection *c, struct stream *st
 	bool here;
 
 	pthread_mutex_lock(&j->lock);
-	here = job_wait_locked(st, true);
+	here = eng_job_wait_locked(j, st->nr_sent, true, st->fd, PEER_POLL_NS);
 	text = strndup(j->text ? j->text : "", j->nr_shown);
 	end_of_locked(j, &end);
 	pthread_mutex_unlock(&j->lock);
