@@ -154,6 +154,7 @@ KVK_DEV void write_segments(const struct plan_args &a, uint32_t cta, uint32_t nr
 		a.mem.ctas[cta].base = base;
 		a.mem.ctas[cta].count = count;
 		a.mem.ctas[cta].hbs = hbs;
+		a.mem.ctas[cta].reserved = 0; /* plan_touch() reads all of it */
 	}
 }
 
