@@ -17,7 +17,7 @@
 
 #define LEAVE_NS     (2 * KV_NSEC_PER_SEC)
 #define BAD_FRESH_NS (600 * KV_NSEC_PER_SEC)
-#define WORKERS_MAX  10u
+#define WORKERS_MAX  8u
 #define DRAM_SHARE   90u
 /* No domain has such a name: a secret of the host's own, as domains have theirs. */
 #define HOST_MARK    "/tiers"
@@ -97,15 +97,12 @@ static void tell(void *arg, const char *line)
 	kvd_admin_event(kvd, "tier", fields);
 }
 
-/* Five of eight CPUs: digests keep up with a PCIe bus of 55 GB/s on 16 CPUs, where eight
- * workers do not quite, and twelve take memory's time from copies to the GPU (measured:
- * docs/performance.md, "The tiers"). */
 static u32 nr_workers(void)
 {
 	cpu_set_t set;
 	u32 cpus = sched_getaffinity(0, sizeof(set), &set) ? 2 : (u32)CPU_COUNT(&set);
 
-	return KV_MAX(1u, KV_MIN(cpus * 5 / 8, WORKERS_MAX));
+	return KV_MAX(1u, KV_MIN(cpus / 2, WORKERS_MAX));
 }
 
 static int watches_add(struct kvd *kvd)
