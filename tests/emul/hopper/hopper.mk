@@ -7,7 +7,7 @@ HOPPER_BIN := $(O)/tests/emul/hopper/moe
 HOPPER_OBJS := $(patsubst %,$(O)/obj/tests/emul/hopper/%.o,moe machine $(HOPPER_KERNELS:%=kernels/%))
 HOPPER_FLAGS := -Itests/emul/hopper -DCONFIG_CUDA
 HOPPER_CXXFLAGS := $(EMUL_CXXFLAGS) -Wno-unused-parameter -Wno-sign-compare \
-	-Wno-unused-local-typedefs -Wno-pass-failed -include tests/emul/hopper/ptx.h
+	-Wno-unused-local-typedefs -Wno-pass-failed -Wno-psabi -include tests/emul/hopper/ptx.h
 
 $(O)/obj/tests/emul/hopper/machine.o: tests/emul/hopper/machine.cc $(O)/obj/flags
 	$(call say,CXX,$<)
