@@ -146,6 +146,13 @@ $(O)/obj/flags: FORCE
 .PHONY: FORCE
 FORCE:
 
+# What a figure says it was measured with, and what says so is made anew with it.
+KVB_COMMIT := $(shell git describe --always --dirty --exclude='*' 2>/dev/null || echo unknown)
+$(O)/obj/commit: FORCE
+	$(Q)mkdir -p $(@D) && echo '$(KVB_COMMIT)' | cmp -s - $@ || echo '$(KVB_COMMIT)' >$@
+$(O)/obj/tests/bench/gpu_bench.cu.o $(O)/obj/tools/kvbench/rank.o \
+	$(O)/obj/tools/kvbench/safety.o: $(O)/obj/commit
+
 $(O)/obj/%.o: %.c $(O)/obj/flags
 	$(call say,CC,$<)
 	$(Q)mkdir -p $(@D) && $(CC) $(CPPFLAGS) $(CFLAGS) $(cflags-$(patsubst %/,%,$(dir $<))) \

@@ -4,8 +4,7 @@ ifeq ($(CONFIG_CUDA),y)
 BUNDLE_CU := gpu_bench kernels_main kernels_attn kernels_prefill kernels_moe kernels_layer kernels_dense kernels_pages \
 	kernels_pages_case kernels_append kernels_copy kernels_step
 BUNDLE_OBJS := $(patsubst %,$(O)/obj/tests/bench/%.cu.o,$(BUNDLE_CU))
-KVB_COMMIT := $(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
-nvflags-tests/bench/gpu_bench.cu := -DKVB_COMMIT='"$(KVB_COMMIT)"'
+nvflags-tests/bench/gpu_bench.cu = -DKVB_COMMIT='"$(KVB_COMMIT)"'
 BUNDLE_LIBS := -L$(CUDA_HOME)/lib64 -lcudart_static -static-libstdc++ -static-libgcc \
 	-l:libgomp.a -ldl -lrt -lpthread -lm
 
