@@ -146,10 +146,13 @@ static int client_run(bool gpu)
 	opt.socket_path = path;
 	if (gpu)
 		context();
-	for (int i = 0; i < 5000 && access(path, F_OK); i++)
+	/* the path is there a moment before anybody listens */
+	for (int i = 0; (r = kvc_open(&opt, &c)) && i < 5000; i++)
 		usleep(1000);
-	if (kvc_open(&opt, &c))
+	if (r) {
+		KVT_NOTE("client: open: %d", r);
 		return 8;
+	}
 	r = kvc_pool_open(c, &l, NULL, NULL, &pool);
 	if (!r)
 		r = kvc_alloc(pool, 2, KV_GFP_PREFILL, g);
