@@ -233,8 +233,6 @@ static int mla_block(struct eng_engine *e, u32 layer)
 		rc = linear_heads(e, &l->w_uk_t, a->q, c->nope_dim + c->rope_dim,
 				  a->q_abs, c->latent_dim + c->rope_dim);
 	if (!rc)
-		rc = eng_check_join(e);
-	if (!rc)
 		rc = attention(e, layer, a->q_abs);
 	if (!rc)
 		rc = linear_heads(e, &l->w_uv, a->attn, 0, a->attn_v, 0);
