@@ -233,7 +233,7 @@ static inline const char *kv_cuda_reason(kv_cu_result r)
 	case 3:
 		return "not initialised";
 	case 34:
-		return "a stub library, not a driver";
+		return "the toolkit's libcuda for linking, not a driver's";
 	case 46:
 		return "device busy or in exclusive mode";
 	case 100:
