@@ -37,33 +37,33 @@ one() { # TOOL PROGRAM CASES LABEL
 	echo "$state $1 $4: $n cases, $said, exit $rc" | tee "$log.line"
 }
 
-# racecheck is slow, and slower with each hazard: a process a case, and of two programs the cases
-# that have every kernel in them
-racecheck() {
-	name=${1##*/}
-	case $name in
-	attn_cuda) one racecheck "$1" 'shared_* failed_*' "$name" ;;
-	prefill_cuda | moe_cuda)
-		cases=$("$1" -l)
+# A process a case where one for all would take minutes: moe_cuda always (its references are
+# large), and racecheck, which is slow, and slower with each hazard. Of two programs racecheck
+# sees the cases that have every kernel in them.
+check() { # TOOL PROGRAM
+	name=${2##*/}
+	case $1-$name in
+	racecheck-attn_cuda)
+		one "$1" "$2" 'shared_* failed_*' "$name"
+		one "$1" "$2" 'mla_fast_*' "$name-fast"
+		;;
+	racecheck-prefill_cuda | *-moe_cuda)
+		cases=$("$2" -l)
 		[ "$name" != prefill_cuda ] ||
 			cases=$(echo "$cases" | grep -E '^(small|odd|fp8_pages|mla)_')
 		for c in $cases; do
-			one racecheck "$1" "$c" "$name-$c" &
+			one "$1" "$2" "$c" "$name-$c" &
 		done
 		wait
 		;;
-	*) one racecheck "$1" '' "$name" ;;
+	*) one "$1" "$2" '' "$name" ;;
 	esac
 }
 
 known=$(grep -v '^#' racecheck.known)
 for tool in "$@"; do
 	for prog in $(grep '^tests/kernels/' gpu-tests); do
-		if [ "$tool" = racecheck ]; then
-			racecheck "$prog" &
-		else
-			one "$tool" "$prog" '' "${prog##*/}" &
-		fi
+		check "$tool" "$prog" &
 	done
 	wait
 done
