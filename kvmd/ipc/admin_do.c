@@ -156,6 +156,13 @@ static u32 pool_evict(struct kvd_pool *pool, int tenant, bool dry_run)
 	return nr;
 }
 
+/* What lies on NVMe is known only when the tiers are there: it would be back afterwards. */
+static bool stored_unknown(const struct kvd *kvd)
+{
+	return kvd->tiering.filling.wanted && kvd->config.tiers.nvme_bytes &&
+	       !KV_MUTANT(evict_while_filling);
+}
+
 /* An operator's eviction means the page, not one copy of it. */
 static void forget_stored(struct kvd *kvd, const struct kvd_pool *pool, u32 pfn)
 {
@@ -255,6 +262,13 @@ int kvd_admin_evict(struct kvd_admin_call *call)
 	int r;
 
 	cJSON_AddBoolToObject(call->out, "dry_run", dry_run);
+	if ((!strcmp(what, "domain") || !strcmp(what, "page")) &&
+	    stored_unknown(call->kvd))
+		return kvd_admin_fail(
+			call, -EBUSY,
+			"%s: the tiers are not there yet, and what they hold "
+			"would come back: see `kvmctl tier`",
+			what);
 	if (!strcmp(what, "domain") || !strcmp(what, "tenant")) {
 		if (!cJSON_IsString(name))
 			return kvd_admin_fail(call, -EINVAL, "name: missing");

@@ -166,7 +166,7 @@ static void legacy_free(void *arg, u64 id)
 		kvd_mover_free(kvd->moving.mover, id);
 }
 
-int kvd_moving_open(struct kvd *kvd, u64 pool_bytes, int pool_fd)
+int kvd_moving_open(struct kvd *kvd, u64 pool_bytes, bool fill_later)
 {
 	const struct kvd_legacy_source source = {kvd, legacy_alloc, legacy_free};
 	const struct kvd_mover_ops ops = {
@@ -184,7 +184,8 @@ int kvd_moving_open(struct kvd *kvd, u64 pool_bytes, int pool_fd)
 		.program = kvd->opt.mover_program ? kvd->opt.mover_program
 						  : "/proc/self/exe",
 		.pool_bytes = pool_bytes,
-		.pool_fd = pool_fd,
+		.pool_fd = -1,
+		.fill_later = fill_later,
 	};
 	struct kvd_moving *mv = &kvd->moving;
 	int r;

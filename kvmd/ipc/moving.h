@@ -36,13 +36,13 @@ struct kvd_moving {
 
 /**
  * kvd_moving_open() - make the mover's object; no process before the first job
- * @pool_bytes, @pool_fd: host pool, as in struct kvd_mover_params
+ * @pool_bytes, @fill_later: of the host pool, as in struct kvd_mover_params
  *
  * After kvd_kept_adopt(): a mover of an earlier kvmd is ended, and nothing leaves
  * quarantine before its end is proven, because frames that it was filling are there.
  * Return: 0; -errno as kvd_mover_create(), kvd_loop_add().
  */
-int kvd_moving_open(struct kvd *kvd, u64 pool_bytes, int pool_fd);
+int kvd_moving_open(struct kvd *kvd, u64 pool_bytes, bool fill_later);
 
 /** kvd_moving_close() - before kvd_core_fini(): its extents are put */
 void kvd_moving_close(struct kvd *kvd);

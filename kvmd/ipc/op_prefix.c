@@ -128,7 +128,7 @@ int kvd_op_prefetch(struct kvd_request *req)
 	for (i = 0; i < KV_ARRAY_SIZE(arg.reserved); i++)
 		if (arg.reserved[i])
 			return -EINVAL;
-	if (!kvd->tiering.tiers)
+	if (!kvd->tiering.tiers && !kvd->tiering.filling.wanted)
 		return -EOPNOTSUPP;
 	memset(op, 0, sizeof(*op));
 	op->s = req->conn->session;

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/mutant.h"
 #include "kvmd/daemon.h"
 #include "kvmd/dbg/log.h"
 #include "kvmd/ipc/admin_priv.h"
@@ -154,10 +155,14 @@ int kvd_tiering_pool(struct kvd *kvd, const struct kvd_config *config, char *err
 {
 	u64 have = (u64)sysconf(_SC_PHYS_PAGES) * (u64)sysconf(_SC_PAGESIZE);
 	u64 want = config->tiers.dram_bytes;
+	bool later = kvd->kept.found && want > KVD_FILL_AT_ONCE;
 	int r = -ENOMEM;
 
+	if (KV_MUTANT(fill_at_restart))
+		later = false;
 	if (want <= have / 100 * DRAM_SHARE)
-		r = kvd_moving_open(kvd, want, -1);
+		r = kvd_moving_open(kvd, want, later);
+	kvd->tiering.filling.wanted = !r && later;
 	if (r && want)
 		snprintf(
 			error, KVD_CONFIG_ERROR_BYTES,
@@ -187,7 +192,7 @@ int kvd_tiering_open(struct kvd *kvd, const struct kvd_config *config, char *err
 	u8 secret[KVD_DOMAIN_SECRET_BYTES];
 	int r;
 
-	if (!c->dram_bytes)
+	if (!c->dram_bytes || tg->filling.wanted)
 		return 0;
 	for (u32 i = 0; i < KVD_TIER_BATCHES; i++)
 		tg->jobs[i] = (struct kvd_tiering_job){kvd, i};
@@ -216,6 +221,7 @@ void kvd_tiering_stop(struct kvd *kvd)
 {
 	struct kvd_tiering *tg = &kvd->tiering;
 
+	kvd_filling_stop(kvd);
 	if (!tg->tiers)
 		return;
 	kvd->core.cfg.spill = NULL;
@@ -235,6 +241,7 @@ void kvd_tiering_leave(struct kvd *kvd)
 	struct kvd_tiering *tg = &kvd->tiering;
 	u64 until = kv_now_ns() + LEAVE_NS;
 
+	kvd_filling_stop(kvd);
 	if (!tg->tiers)
 		return;
 	kvd_tiering_stop(kvd);
@@ -289,6 +296,7 @@ void kvd_tiering_turn(struct kvd *kvd)
 	u32 nr_jobs;
 
 	tg->more = false;
+	kvd_filling_turn(kvd);
 	if (!tg->tiers)
 		return;
 	nr_jobs = kvd_mover_nr_jobs(kvd->moving.mover);
@@ -347,11 +355,19 @@ void kvd_tiering_status(struct kvd *kvd, cJSON *out)
 	struct kvd_tiers *t = kvd->tiering.tiers;
 	cJSON *o, *nvme;
 
+	if (kvd->tiering.filling.wanted) {
+		o = cJSON_AddObjectToObject(out, "tiers");
+		cJSON_AddStringToObject(o, "state", "filling");
+		cJSON_AddNullToObject(o, "dram");
+		cJSON_AddNullToObject(o, "nvme");
+		return;
+	}
 	if (!t) {
 		cJSON_AddNullToObject(out, "tiers");
 		return;
 	}
 	o = cJSON_AddObjectToObject(out, "tiers");
+	cJSON_AddStringToObject(o, "state", "ready");
 	space_status(cJSON_AddObjectToObject(o, "dram"),
 		     kvd_tier_space(t, KVD_TIER_DRAM));
 	if (kvd_tier_store(t)) {
@@ -393,6 +409,12 @@ void kvd_tiering_reasons(struct kvd *kvd,
 	const struct kvd_tier_stats *s;
 	char text[160];
 
+	if (tg->filling.wanted)
+		add(arg, "TIER_FILLING",
+		    tg->filling.error[0]
+			    ? tg->filling.error
+			    : "the DRAM tier's memory is being allocated: "
+			      "until then pages that are evicted are dropped");
 	if (!tg->tiers)
 		return;
 	s = kvd_tier_stats(tg->tiers);

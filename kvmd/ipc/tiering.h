@@ -11,6 +11,7 @@
 #include <cjson/cJSON.h>
 
 #include "kvmd/config.h"
+#include "kvmd/ipc/filling.h"
 #include "kvmd/ipc/loop.h"
 #include "kvmd/tier/tier.h"
 
@@ -24,7 +25,7 @@ struct kvd_tiering_job {
 
 /**
  * struct kvd_tiering - the daemon's side
- * @tiers: NULL: none configured
+ * @tiers: NULL: none configured, or @filling
  * @watches: of kvd_tier_fds()
  * @jobs: one for each batch
  * @more: the last turn left work that waits for nothing
@@ -32,6 +33,7 @@ struct kvd_tiering_job {
  */
 struct kvd_tiering {
 	struct kvd_tiers *tiers;
+	struct kvd_filling filling;
 	struct kvd_watch watches[KVD_TIER_FDS];
 	u32 nr_watches;
 	struct kvd_tiering_job jobs[KVD_TIER_BATCHES];
@@ -39,12 +41,12 @@ struct kvd_tiering {
 	u64 bad_ns;
 };
 
-/** kvd_tiering_pool() - kvd_moving_open() with the DRAM tier's memory. Return: as that;
- * @error names the field */
+/** kvd_tiering_pool() - kvd_moving_open() with the DRAM tier's memory, or the promise of it
+ * (filling.h). Return: as that; @error names the field */
 int kvd_tiering_pool(struct kvd *kvd, const struct kvd_config *config, char *error);
 
-/** kvd_tiering_open() - after kvd_tiering_pool(), whose pool is the DRAM tier. Return: 0;
- * -errno, @error names the field */
+/** kvd_tiering_open() - after kvd_tiering_pool(), whose pool is the DRAM tier; nothing while
+ * that is filled. Return: 0; -errno, @error names the field */
 int kvd_tiering_open(struct kvd *kvd, const struct kvd_config *config, char *error);
 
 /** kvd_tiering_stop() - before the mover ends: nothing touches its pool any more */

@@ -23,6 +23,7 @@
 #define STUCK_NS    (30 * KV_NSEC_PER_SEC) /* a job of 8 GiB takes 0.2 s */
 #define UNPROVEN_NS (2 * KV_NSEC_PER_SEC)
 #define RETRY_NS    KV_NSEC_PER_MSEC
+#define FILL_BYTES  (64ull << 20)
 
 /* --------------------------------------------------------------------------- jobs */
 
@@ -179,7 +180,7 @@ int kvd_mover_submit(struct kvd_mover *m, const struct kvd_mover_job *want, u64 
 	struct kvd_mv_entry *runs;
 	int r;
 
-	kv_assert(want->done);
+	kv_assert(want->done && !m->params.fill_later);
 	if (!want->nr || want->nr > KVD_MOVER_COPIES_MAX || want->dir > KVD_MOVER_IN)
 		return -EINVAL;
 	if (m->state == KVD_MOVER_ENDING && m->ending_ns &&
@@ -424,6 +425,7 @@ static int pool_make(struct kvd_mover *m)
 {
 	u64 bytes = m->params.pool_bytes;
 	int fd = m->params.pool_fd, r;
+	bool fill = false;
 	struct stat st;
 
 	if (fd < 0) {
@@ -431,9 +433,7 @@ static int pool_make(struct kvd_mover *m)
 		if (r)
 			return r;
 		m->params.pool_fd = fd;
-		/* Now, and charged to this process: facts F-memcg. */
-		if (!KV_MUTANT(memory_not_backed) && fallocate(fd, 0, 0, (off_t)bytes))
-			return errno == ENOSPC ? -ENOMEM : -errno;
+		fill = !m->params.fill_later;
 	}
 	if (fstat(fd, &st) || (u64)st.st_size < bytes)
 		return -EINVAL;
@@ -444,7 +444,28 @@ static int pool_make(struct kvd_mover *m)
 	}
 	madvise(m->pool, bytes, MADV_DONTFORK);
 	madvise(m->pool, bytes, MADV_DONTDUMP);
+	return fill ? kvd_mover_pool_fill(m, NULL) : 0;
+}
+
+int kvd_mover_pool_fill(struct kvd_mover *m, const bool *stop)
+{
+	u64 bytes = m->params.pool_bytes, at, n;
+
+	if (KV_MUTANT(memory_not_backed))
+		return 0;
+	for (at = 0; at < bytes; at += n) {
+		n = KV_MIN(bytes - at, FILL_BYTES);
+		if (stop && __atomic_load_n(stop, __ATOMIC_RELAXED))
+			return -ECANCELED;
+		if (fallocate(m->params.pool_fd, 0, (off_t)at, (off_t)n))
+			return errno == ENOSPC ? -ENOMEM : -errno;
+	}
 	return 0;
+}
+
+void kvd_mover_pool_filled(struct kvd_mover *m)
+{
+	m->params.fill_later = false;
 }
 
 static void pool_unmake(struct kvd_mover *m)

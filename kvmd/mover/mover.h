@@ -147,6 +147,7 @@ struct kvd_mover_ops {
  * @program: what is started with --mover-process: "/proc/self/exe" in kvmd
  * @pool_bytes: of the host pool; 0: no copies can be made (cuda-legacy without tiers)
  * @pool_fd: the pool's memfd, taken over, or -1: a new one is made
+ * @fill_later: its memory is not allocated yet: no job before kvd_mover_pool_filled()
  * @faults: armed in the mover (tests), or NULL
  */
 struct kvd_mover_params {
@@ -155,6 +156,7 @@ struct kvd_mover_params {
 	const char *program;
 	u64 pool_bytes;
 	int pool_fd;
+	bool fill_later;
 	const char *faults;
 };
 
@@ -182,10 +184,25 @@ struct kvd_mover_stats {
  * kvd_mover_create() - make the host pool and the object; no process yet
  * @ops: copied
  *
- * Return: 0; -ENOMEM; -EMFILE; -errno of the pool's memfd.
+ * Return: 0; -ENOMEM; -EMFILE; -errno of the pool's memfd or of filling it.
  */
 int kvd_mover_create(const struct kvd_mover_params *params,
 		     const struct kvd_mover_ops *ops, struct kvd_mover **ret_mover);
+
+/**
+ * kvd_mover_pool_fill() - allocate all of the pool: takes a second for some GiB
+ * @stop: look at it now and then, and give up when it is set; may be NULL
+ *
+ * Any thread, one at a time; it touches nothing but the pool. What was allocated stays, also
+ * after an error: the next call goes on. So that a lack of memory is an error and not a
+ * SIGBUS later (case O33). Charged to this process: facts F-memcg.
+ *
+ * Return: 0; -ENOMEM; -ECANCELED it was told to stop; -errno.
+ */
+int kvd_mover_pool_fill(struct kvd_mover *mover, const bool *stop);
+
+/** kvd_mover_pool_filled() - @fill_later is over: kvd_mover_pool_fill() returned 0 */
+void kvd_mover_pool_filled(struct kvd_mover *mover);
 
 /**
  * kvd_mover_destroy() - end the process; or NULL

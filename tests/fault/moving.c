@@ -233,7 +233,7 @@ static void done(void *arg, u64 id, int status)
 static void pool_reopen(void)
 {
 	kvd_moving_close(&kvd);
-	KVT_EXPECT_EQ(kvd_moving_open(&kvd, 8 * MIB, -1), 0);
+	KVT_EXPECT_EQ(kvd_moving_open(&kvd, 8 * MIB, false), 0);
 }
 
 /* Page @pfn and the start of the host pool. */

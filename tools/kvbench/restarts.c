@@ -4,7 +4,8 @@
  *
  * The pool holds 100,000 pages of this process (half of them cached, a quarter sealed, a
  * quarter held unsealed) and what two engines do. After each kill some of the held pages
- * are compared; at the end all of them, and every page must be accounted for.
+ * are compared; at the end all of them, and every page must be accounted for. --dram-mib
+ * gives it a DRAM tier, whose memory each new kvmd has to allocate.
  */
 #include "chaos.h"
 
@@ -27,6 +28,8 @@
 
 struct scene {
 	struct chaos_kvmd kvmd;
+	char config[32]; /* "": none */
+	u64 dram_mib;
 	struct chaos_count *counts;
 	pid_t pids[ENGINES];
 	struct kvc *c;
@@ -108,16 +111,38 @@ static int fill_pool(struct scene *s)
 	return r;
 }
 
+static int config_write(struct scene *s)
+{
+	int fd;
+
+	strcpy(s->config, "/tmp/kvbench-restarts-XXXXXX");
+	fd = mkstemp(s->config);
+	if (fd < 0) {
+		s->config[0] = 0;
+		return kvb_said("mkstemp", -errno);
+	}
+	dprintf(fd,
+		"{\"tiers\": {\"dram\": {\"size\": \"%lluMiB\"}}, \"tenants\": [{\"name\": "
+		"\"bench\", \"uids\": [%u], \"gpus\": [{\"gpu\": \"*\", \"max\": "
+		"\"1TiB\"}]}]}",
+		(unsigned long long)s->dram_mib, getuid());
+	close(fd);
+	return 0;
+}
+
 static int open_all(struct scene *s)
 {
+	const char *args[] = {"--config", s->config, NULL};
 	struct kvc_options opt = {.size_bytes = sizeof(opt),
 				  .client_name = "kvbench-restarts",
 				  .timeout_ms = 20000};
 	struct kv_layout layout = chaos_layout();
 	const float scales[2] = {1, 1};
 	struct kvc_info info;
-	int r = chaos_start(&s->kvmd, ROOM, NULL);
+	int r = s->dram_mib ? config_write(s) : 0;
 
+	if (!r)
+		r = chaos_start(&s->kvmd, ROOM, s->dram_mib ? args : NULL);
 	if (r)
 		return r;
 	s->counts = chaos_counts(ENGINES);
@@ -263,6 +288,7 @@ static void report(struct scene *s, u32 nr, bool json, double damage)
 	kvb_json_where(o, KVB_HOST);
 	cJSON_AddNumberToObject(o, "kills", nr);
 	cJSON_AddNumberToObject(o, "pages", PAGES);
+	cJSON_AddNumberToObject(o, "dram_mib", (double)s->dram_mib);
 	cJSON_AddBoolToObject(o, "realtime", s->kvmd.realtime);
 	kvb_json_dist(o, "start_to_serving_ms", &serve);
 	kvb_json_dist(o, "kill_to_serving_ms", &whole);
@@ -279,6 +305,7 @@ static void report(struct scene *s, u32 nr, bool json, double damage)
 int kvb_restarts(int argc, char **argv)
 {
 	static const struct option longs[] = {{"kills", 1, 0, 'k'},
+					      {"dram-mib", 1, 0, 'd'},
 					      {"json", 0, 0, 'j'},
 					      {"realtime", 0, 0, 'r'},
 					      {0, 0, 0, 0}};
@@ -292,6 +319,8 @@ int kvb_restarts(int argc, char **argv)
 	while (!r && (c = getopt_long(argc, argv, "", longs, NULL)) >= 0) {
 		if (c == 'k')
 			r = kvb_number("kills", optarg, 1, KILLS_MAX, &nr);
+		else if (c == 'd')
+			r = kvb_number("dram-mib", optarg, 1, 1u << 20, &s->dram_mib);
 		else if (c == 'r')
 			s->kvmd.realtime = true;
 		else if (c == 'j')
@@ -301,7 +330,8 @@ int kvb_restarts(int argc, char **argv)
 	}
 	if (r) {
 		fprintf(stderr,
-			"usage: kvbench restarts [--kills 1..%u] [--realtime] [--json]\n",
+			"usage: kvbench restarts [--kills 1..%u] [--dram-mib N] "
+			"[--realtime] [--json]\n",
 			KILLS_MAX);
 		return 2;
 	}
@@ -322,5 +352,7 @@ int kvb_restarts(int argc, char **argv)
 	kvc_close(s->c);
 	if (s->kvmd.k.pid > 0)
 		chaos_stop(&s->kvmd);
+	if (s->config[0])
+		unlink(s->config);
 	return r || s->lost || s->wrong || damage != 0 ? 1 : 0;
 }

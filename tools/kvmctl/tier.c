@@ -31,6 +31,10 @@ void ctl_tier_lines(struct ctl *ctl, const cJSON *tiers)
 
 	if (!cJSON_IsObject(tiers))
 		return;
+	if (!strcmp(ctl_str(tiers, "state"), "filling")) {
+		printf("tiers      none yet: the DRAM tier's memory is being allocated\n");
+		return;
+	}
 	space_line(ctl, "DRAM tier", cJSON_GetObjectItemCaseSensitive(tiers, "dram"));
 	space_line(ctl, "NVMe tier", cJSON_GetObjectItemCaseSensitive(tiers, "nvme"));
 	printf("tiers      %.0f pages stored, %.0f written, %.0f came back, %.0f dropped\n",
@@ -72,6 +76,8 @@ static int tier_text(struct ctl *ctl, const cJSON *reply)
 	if (!plain)
 		return ctl_list(ctl, list, tier_columns);
 	ctl_tier_lines(ctl, tiers);
+	if (!cJSON_HasObjectItem(tiers, "counters"))
+		return CTL_OK;
 	if (cJSON_IsObject(nvme))
 		printf("journal    %.0f records, %.0f errors, %.0f compactions; %s, %.0f "
 		       "pages taken up%s%s\n",

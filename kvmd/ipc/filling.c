@@ -1,0 +1,121 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ipc/filling.c - see filling.h. */
+#include "kvmd/ipc/filling.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/mutant.h"
+#include "kvmd/config.h"
+#include "kvmd/daemon.h"
+#include "kvmd/dbg/fault.h"
+#include "kvmd/dbg/log.h"
+
+#define RETRY_NS (2 * KV_NSEC_PER_SEC)
+
+static void fill_run(struct kvd_work *w)
+{
+	struct kvd_filling *f = kv_container_of(w, struct kvd_filling, work);
+
+	f->result = kvd_mover_pool_fill(f->kvd->moving.mover, &f->stop);
+}
+
+static void failed(struct kvd *kvd, const char *why)
+{
+	struct kvd_filling *f = &kvd->tiering.filling;
+
+	if (strcmp(f->error, why))
+		kvd_warn("ipc/filling", "no tiers yet: %s", why);
+	snprintf(f->error, sizeof(f->error), "%s", why);
+	f->next_ns = kvd->now_ns + RETRY_NS;
+}
+
+static void fill_done(struct kvd_work *w)
+{
+	struct kvd_filling *f = kv_container_of(w, struct kvd_filling, work);
+	char error[KVD_CONFIG_ERROR_BYTES] = "";
+	struct kvd *kvd = f->kvd;
+	int r = f->result;
+
+	if (f->stop)
+		return;
+	if (kvd_fault(KVD_FAULT_tier_fill))
+		r = -ENOMEM;
+	if (r && !KV_MUTANT(fill_unchecked)) {
+		snprintf(error, sizeof(error), "tiers.dram.size: %llu: %s",
+			 (unsigned long long)kvd->config.tiers.dram_bytes, strerror(-r));
+		failed(kvd, error);
+		return;
+	}
+	kvd_mover_pool_filled(kvd->moving.mover);
+	f->wanted = false;
+	r = kvd_tiering_open(kvd, &kvd->config, error);
+	if (!r)
+		return;
+	/* A directory that is not there, a journal of another: it may be put right. */
+	f->wanted = true;
+	failed(kvd, error[0] ? error : strerror(-r));
+}
+
+static void worker_end(struct kvd *kvd)
+{
+	struct kvd_filling *f = &kvd->tiering.filling;
+
+	if (!f->worker)
+		return;
+	kvd_loop_del(kvd->loop, &f->watch);
+	kvd_workers_destroy(f->worker); /* done() is called here, if not yet */
+	f->worker = NULL;
+}
+
+static void worker_ready(void *arg, u32 events)
+{
+	struct kvd *kvd = arg;
+
+	if (kvd_workers_reap(kvd->tiering.filling.worker))
+		worker_end(kvd);
+}
+
+static void start(struct kvd *kvd)
+{
+	struct kvd_filling *f = &kvd->tiering.filling;
+	int r = kvd_workers_create(1, &f->worker);
+
+	if (r) {
+		failed(kvd, strerror(-r));
+		return;
+	}
+	f->kvd = kvd;
+	f->work = (struct kvd_work){.run = fill_run, .done = fill_done};
+	f->watch = (struct kvd_watch){.fd = kvd_workers_fd(f->worker),
+				      .events = KVD_LOOP_IN,
+				      .ready = worker_ready,
+				      .arg = kvd};
+	r = kvd_loop_add(kvd->loop, &f->watch);
+	if (r) {
+		kvd_workers_destroy(f->worker);
+		f->worker = NULL;
+		failed(kvd, strerror(-r));
+		return;
+	}
+	kvd_work_submit(f->worker, &f->work);
+}
+
+void kvd_filling_turn(struct kvd *kvd)
+{
+	struct kvd_filling *f = &kvd->tiering.filling;
+
+	if (f->wanted && !f->worker && kvd->now_ns >= f->next_ns &&
+	    !kvd_mover_pid(kvd->moving.mover))
+		start(kvd);
+}
+
+void kvd_filling_stop(struct kvd *kvd)
+{
+	struct kvd_filling *f = &kvd->tiering.filling;
+
+	__atomic_store_n(&f->stop, true, __ATOMIC_RELAXED);
+	f->wanted = false;
+	worker_end(kvd);
+}

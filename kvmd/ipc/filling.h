@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * ipc/filling.h - the DRAM tier's memory after a restart: allocated while engines are served.
+ *
+ * To allocate it takes a second for some GiB. At a cold start kvmd waits, so that a lack of
+ * memory is an error there; when it comes back under living engines (a crash, an upgrade)
+ * they would wait as well. So a thread allocates, and until it has there are no tiers: what
+ * is evicted is dropped, what lies on NVMe is not found yet. If memory is short it is tried
+ * again; status says so.
+ *
+ * Thread rules: the loop thread only, but for the thread's own function.
+ */
+#ifndef KVD_IPC_FILLING_H
+#define KVD_IPC_FILLING_H
+
+#include <stdbool.h>
+
+#include "kvmd/ipc/loop.h"
+#include "kvmd/tier/work.h"
+
+struct kvd;
+
+/* Less than this takes no time worth a thread. */
+#define KVD_FILL_AT_ONCE (64ull << 20)
+
+/**
+ * struct kvd_filling - memory that is on its way
+ * @wanted: the pool is not all there yet
+ * @worker: NULL: nobody is at it
+ * @work, @result: of the thread; @stop: it shall give up
+ * @next_ns: not before
+ * @error: why the last try failed; "" there was none
+ */
+struct kvd_filling {
+	bool wanted;
+	struct kvd *kvd;
+	struct kvd_workers *worker;
+	struct kvd_watch watch;
+	struct kvd_work work;
+	int result;
+	bool stop;
+	u64 next_ns;
+	char error[160];
+};
+
+/** kvd_filling_turn() - start the thread as soon as the earlier kvmd's mover, which has as
+ * much memory, is gone */
+void kvd_filling_turn(struct kvd *kvd);
+
+/** kvd_filling_stop() - before the pool goes; waits for the thread, some 10 ms */
+void kvd_filling_stop(struct kvd *kvd);
+
+#endif

@@ -1,0 +1,110 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * A kvmd that comes back under living engines serves them while the memory of its DRAM tier is
+ * still being allocated (ipc/filling.h). The fault tier_fill makes a try fail: the next one is
+ * two seconds later, so what is asked right after the start is asked without tiers.
+ */
+#include "tests/ipc/tier.h"
+
+#define LARGE "{\"dram\": {\"size\": \"128MiB\"}}"
+#define LARGE_BOTH                                                                        \
+	"{\"dram\": {\"size\": \"128MiB\"}, \"nvme\": {\"path\": \"%s/nvme\", \"size\": " \
+	"\"64MiB\", \"write_from\": 0}}"
+
+static bool tiers_are(const char *state)
+{
+	char want[64], *text = ipc_admin(&kvmd, "{\"op\":\"tier\"}");
+	bool are;
+
+	snprintf(want, sizeof(want), "\"state\":\"%s\"", state);
+	are = strstr(text, want) != NULL;
+	free(text);
+	return are;
+}
+
+static void restart(const char *spec)
+{
+	kill(kvmd.pid, SIGKILL);
+	waitpid(kvmd.pid, NULL, 0);
+	faults = spec;
+	again();
+}
+
+KVT_TEST(engines_are_served_while_the_tiers_memory_comes)
+{
+	struct kv_grant g[4];
+	u32 nr;
+
+	keeper = true;
+	begin(LARGE);
+	KVT_EXPECT(tiers_are("ready")); /* a cold start waits for it */
+	make(1);
+	restart("tier_fill:times=1");
+	KVT_EXPECT_EQ(kvc_alloc(pool, 4, KV_GFP_WAIT | KV_GFP_PREFILL, g), 0);
+	KVT_EXPECT_EQ(look(1),
+		      SEQ_PAGES); /* by the engine of before, its bytes compared */
+	KVT_EXPECT(tiers_are("filling"));
+	KVT_EXPECT(health_has("TIER_FILLING"));
+	KVT_EXPECT_EQ(kvc_free(pool, g, 4), 0);
+	/* Pressure without tiers: the oldest pages are dropped, nobody waits for ever. */
+	for (u32 seq = 100; seq < 120; seq++)
+		make(seq);
+	KVT_EXPECT_EQ(look(1), 0);
+	KVT_EXPECT_EQ(prefetch(1, &nr), KV_MISS); /* there are tiers, but for now */
+	KVT_EXPECT(tiers_are("filling"));
+	expect_within(health_has("Cannot allocate memory"), 5000);
+	expect_within(tiers_are("ready"), 10000);
+	KVT_EXPECT(!health_has("TIER_FILLING"));
+	make_many(40);
+	KVT_EXPECT_EQ(fetch_all(40), 40 * SEQ_PAGES);
+	KVT_EXPECT(counter("restores") > 0);
+	finish();
+}
+
+/* A page on NVMe that nobody can name yet would be back after its eviction. */
+KVT_TEST(evict_is_refused_while_the_tiers_are_unknown)
+{
+	char *text;
+
+	keeper = true;
+	begin(LARGE_BOTH);
+	make_many(40);
+	expect_within(counter("writes") > 100, 5000);
+	usleep(50000); /* the journal's last batch */
+	restart("tier_fill:times=1");
+	text = ipc_admin(&kvmd,
+			 "{\"op\":\"evict\",\"target\":\"domain\",\"name\":\"red\"}");
+	KVT_EXPECT_HAS(text, "the tiers are not there yet");
+	free(text);
+	text = ipc_admin(&kvmd,
+			 "{\"op\":\"evict\",\"target\":\"tenant\",\"name\":\"red\"}");
+	KVT_EXPECT_HAS(text, "\"ok\":true"); /* it means the pools alone */
+	free(text);
+	expect_within(tiers_are("ready"), 10000);
+	KVT_EXPECT(number("tier", "tiers.nvme.adopted") > 100);
+	text = ipc_admin(&kvmd,
+			 "{\"op\":\"evict\",\"target\":\"domain\",\"name\":\"red\"}");
+	KVT_EXPECT_HAS(text, "\"ok\":true");
+	free(text);
+	KVT_EXPECT_EQ(fetch(1), 0);
+	finish();
+}
+
+/* Told to end while the thread is at it, or killed: nothing stays, nobody waits. */
+KVT_TEST(ends_while_the_tiers_memory_comes)
+{
+	keeper = true;
+	begin("{\"dram\": {\"size\": \"2GiB\"}}");
+	restart("crash=0");
+	end(SIGKILL);
+	faults = "tier_fill";
+	again();
+	KVT_EXPECT(tiers_are("filling"));
+	kvc_close(c);
+	end(SIGTERM);
+	again();
+	attach();
+	finish();
+}
+
+KVT_MAIN()
