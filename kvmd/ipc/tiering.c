@@ -172,6 +172,18 @@ int kvd_tiering_pool(struct kvd *kvd, const struct kvd_config *config, char *err
 	return r;
 }
 
+static void tiers_stop(struct kvd *kvd)
+{
+	struct kvd_tiering *tg = &kvd->tiering;
+
+	if (!tg->tiers)
+		return;
+	kvd->core.cfg.spill = NULL;
+	for (u32 i = 0; i < tg->nr_watches; i++)
+		kvd_loop_del(kvd->loop, &tg->watches[i]);
+	kvd_tier_drain(tg->tiers);
+}
+
 int kvd_tiering_open(struct kvd *kvd, const struct kvd_config *config, char *error)
 {
 	const struct kvd_config_tiers *c = &config->tiers;
@@ -205,8 +217,8 @@ int kvd_tiering_open(struct kvd *kvd, const struct kvd_config *config, char *err
 	if (r)
 		return r;
 	r = watches_add(kvd);
-	if (r) {
-		kvd_tiering_stop(kvd);
+	if (r) { /* called from the filling's own end: that goes on */
+		tiers_stop(kvd);
 		kvd_tiering_close(kvd);
 		return r;
 	}
@@ -219,15 +231,8 @@ int kvd_tiering_open(struct kvd *kvd, const struct kvd_config *config, char *err
 
 void kvd_tiering_stop(struct kvd *kvd)
 {
-	struct kvd_tiering *tg = &kvd->tiering;
-
 	kvd_filling_stop(kvd);
-	if (!tg->tiers)
-		return;
-	kvd->core.cfg.spill = NULL;
-	for (u32 i = 0; i < tg->nr_watches; i++)
-		kvd_loop_del(kvd->loop, &tg->watches[i]);
-	kvd_tier_drain(tg->tiers);
+	tiers_stop(kvd);
 }
 
 void kvd_tiering_close(struct kvd *kvd)

@@ -90,6 +90,37 @@ KVT_TEST(evict_is_refused_while_the_tiers_are_unknown)
 	finish();
 }
 
+/* The memory is there and the NVMe tier cannot be opened: said, tried again, and put right. */
+KVT_TEST(a_directory_that_is_not_there_is_waited_for)
+{
+	char path[128], aside[128];
+	int fd;
+
+	keeper = true;
+	begin(LARGE_BOTH);
+	make_many(40);
+	expect_within(counter("writes") > 100, 5000);
+	usleep(50000); /* the journal's last batch */
+	snprintf(path, sizeof(path), "%s/nvme", dir);
+	snprintf(aside, sizeof(aside), "%s/aside", dir);
+	kill(kvmd.pid, SIGKILL);
+	waitpid(kvmd.pid, NULL, 0);
+	KVT_EXPECT_EQ(rename(path, aside), 0);
+	fd = open(path, O_CREAT | O_WRONLY, 0600);
+	KVT_EXPECT(fd >= 0);
+	close(fd);
+	again();
+	expect_within(health_has("is a symbolic link or no directory"), 5000);
+	KVT_EXPECT(tiers_are("filling"));
+	make(200);
+	KVT_EXPECT_EQ(unlink(path), 0);
+	KVT_EXPECT_EQ(rename(aside, path), 0);
+	expect_within(tiers_are("ready"), 10000);
+	KVT_EXPECT(number("tier", "tiers.nvme.adopted") > 100);
+	KVT_EXPECT_EQ(fetch(200), SEQ_PAGES);
+	finish();
+}
+
 /* Told to end while the thread is at it, or killed: nothing stays, nobody waits. */
 KVT_TEST(ends_while_the_tiers_memory_comes)
 {
