@@ -347,6 +347,15 @@ static void audit_turn(struct kvd *kvd)
 		found[0].pfn, found[0].text);
 }
 
+/* In every turn: who looks at the health is told half a second after it began. */
+static void draining_note(struct kvd *kvd)
+{
+	if (!kvd->core.mm.draining_bytes)
+		kvd->draining_ns = 0;
+	else if (!kvd->draining_ns)
+		kvd->draining_ns = kvd->now_ns;
+}
+
 static void tick(struct kvd *kvd)
 {
 	kvd_stats.ticks++;
@@ -357,10 +366,6 @@ static void tick(struct kvd *kvd)
 	kvd_tiering_tick(kvd);
 	kvd_kept_tick(kvd);
 	audit_tick(kvd);
-	if (!kvd->core.mm.draining_bytes)
-		kvd->draining_ns = 0;
-	else if (!kvd->draining_ns)
-		kvd->draining_ns = kvd->now_ns;
 	if (kvd->spare_fd < 0)
 		kvd->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
 	kvd_listen_tick(&kvd->engine_listen);
@@ -429,6 +434,7 @@ int kvd_turn(struct kvd *kvd)
 	if (kvd->nr_closing)
 		kvd_conn_closing_turn(kvd);
 	kvd->core_next_ns = kvd_core_run(&kvd->core);
+	draining_note(kvd);
 	kvd_tiering_turn(kvd);
 	if (kvd->requests.nr_parked)
 		kvd_serve_parked(kvd);

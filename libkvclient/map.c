@@ -113,7 +113,7 @@ static bool run_extent(struct kvc_pool *pool, u32 index)
 	if (e->state == KVC_EXTENT_REMOVING) {
 		if (!kvc_begin_fence_passed(pool->c, e->fence))
 			return false;
-		if (unmap_extent(pool, index))
+		if (unmap_extent(pool, index) && !KV_MUTANT(unmap_believed))
 			return false;
 		kv_store_release32(&e->state,
 				   e->ack ? KVC_EXTENT_UNACKED : KVC_EXTENT_NONE);
@@ -177,7 +177,8 @@ int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in)
 					index, pool->nr_extents);
 		e = &pool->extents[index];
 		e->seen = true;
-		if (e->state == KVC_EXTENT_MAPPED && e->serial == m->extents[i].serial &&
+		if (e->state == KVC_EXTENT_MAPPED &&
+		    (e->serial == m->extents[i].serial || KV_MUTANT(serial_ignored)) &&
 		    !KV_MUTANT(duplicate_is_new))
 			continue; /* a second descriptor of the same memory (cases O12) */
 		if (e->state == KVC_EXTENT_MAPPED && pool->leases_due)
@@ -358,6 +359,8 @@ static int reserve(struct kvc_pool *pool)
 
 	pool->nr_extents = (u32)kv_div_round_up(g->nr_pages, 1ull << g->shift);
 	pool->va_bytes = pool->nr_extents * g->extent_bytes;
+	if (KV_MUTANT(reserve_more)) /* cases O11 */
+		pool->va_bytes += kv_round_up(pool->va_bytes / 8, g->extent_bytes);
 	pool->extents = calloc(pool->nr_extents, sizeof(*pool->extents));
 	if (!pool->extents)
 		return kvc_fail(-ENOMEM, "out of memory");

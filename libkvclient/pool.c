@@ -99,7 +99,7 @@ static int find_slot(struct kvc *c, const struct kvc_pool *pool, u32 *ret_slot)
 	for (u32 i = 0; i < KV_POOLS_MAX; i++) {
 		if (!c->pools[i])
 			slot = KV_MIN(slot, i);
-		else if (same_pool(c->pools[i], pool)) {
+		else if (same_pool(c->pools[i], pool) && !KV_MUTANT(pool_open_twice)) {
 			*ret_slot = i;
 			return -EEXIST;
 		}
@@ -211,5 +211,7 @@ void *kvc_page_addr(struct kvc_pool *pool, uint32_t pfn)
 	state = kv_load_acquire32(&pool->extents[pfn >> pool->geometry.shift].state);
 	if (state != KVC_EXTENT_MAPPED && state != KVC_EXTENT_REMOVING)
 		return NULL;
+	if (KV_MUTANT(page_is_its_extent)) /* cases O18 */
+		pfn = pfn >> pool->geometry.shift << pool->geometry.shift;
 	return pool->base + kv_page_offset(&pool->geometry, pfn);
 }

@@ -159,7 +159,7 @@ static int check_abilities(struct cuda *cuda)
 		r = cuda->cu.device_attr(&value, needed[i].attr, cuda->device);
 		if (r)
 			return start_failed(cuda, "cuDeviceGetAttribute", r);
-		if (value)
+		if (value || KV_MUTANT(ability_unasked))
 			continue;
 		snprintf(cuda->error, sizeof(cuda->error), "%s lacks %s", cuda->info.name,
 			 needed[i].name);

@@ -162,6 +162,13 @@ static int legacy_map(struct cuda_copier *g, int fd, u64 bytes, u64 *ret_at)
 	if (pread(fd, &e, sizeof(e), 0) != (ssize_t)sizeof(e) ||
 	    e.magic != KV_LEGACY_MAGIC)
 		return -EINVAL;
+	if (KV_MUTANT(own_handle_opened)) { /* cases O07: the driver refuses */
+		struct kv_cu_ipc_handle h;
+
+		memcpy(&h, e.handle, sizeof(h));
+		return kv_cuda_errno(
+			g->cu.ipc_open((kv_cu_ptr *)ret_at, h, KV_CU_IPC_LAZY));
+	}
 	for (u32 i = 0; i < ALLOCS_MAX; i++) {
 		if (!g->allocs[i].at || g->allocs[i].id != e.id)
 			continue;

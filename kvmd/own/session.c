@@ -240,7 +240,7 @@ static void attach_fini(struct kvd_session *s, struct kvd_attach *a)
 	kv_assert(a->nr_held == 0);
 	kvd_batch_set_move(&a->seals, &pool->seals);
 	for (u32 i = 0; i < pool->nr_extents; i++) {
-		if (extent_given(a, i))
+		if (extent_given(a, i) && !KV_MUTANT(closed_pool_holds))
 			extent_ungive(a, i);
 	}
 	for (u32 i = 0; i < KV_MAGAZINES; i++) {

@@ -148,7 +148,16 @@ static void own_uuid(u8 uuid[16])
 	KVT_EXPECT_EQ(cu.device_uuid(uuid, dev), 0);
 }
 
-/* cases O01: ucx#3192 */
+/* cases O01: ucx#3192. Two threads ask at once, and one more later. */
+static pthread_barrier_t both;
+
+static void *open_at_once(void *arg)
+{
+	ipc_gpu_context(0);
+	pthread_barrier_wait(&both);
+	return ipc_pool(c);
+}
+
 static void *open_again(void *arg)
 {
 	return ipc_pool(c);
@@ -158,12 +167,22 @@ KVT_TEST(o01_second_open_of_one_handle)
 {
 	struct kv_layout l = ipc_layout();
 	struct kvc_pool *second, *named;
+	pthread_t thread, threads[2];
 	struct kv_grant page;
-	pthread_t thread;
+	void *ret, *rets[2];
 	u8 uuid[16];
-	void *ret;
 
-	start(NULL);
+	start_kvmd(NULL);
+	c = connect_logged();
+	ipc_gpu_context(0);
+	pthread_barrier_init(&both, NULL, 2);
+	for (int i = 0; i < 2; i++)
+		KVT_EXPECT_EQ(pthread_create(&threads[i], NULL, open_at_once, NULL), 0);
+	for (int i = 0; i < 2; i++)
+		pthread_join(threads[i], &rets[i]);
+	KVT_EXPECT(rets[0] == rets[1]);
+	pool = rets[0];
+	kvc_pool_close(rets[1]);
 	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &page), 0);
 	EXPECT_COUNT(counts().imports == 1);
 	KVT_EXPECT_EQ(pthread_create(&thread, NULL, open_again, NULL), 0);
@@ -225,6 +244,7 @@ KVT_TEST(o02_importers_cache_without_end)
 {
 	static const char *const args[] = {"--host-bytes", "72MiB", NULL};
 	static struct kv_grant pages[2048];
+	int rounds = getenv("KVT_LONG") ? 10000 : 100;
 	struct fake_cuda_counts n;
 	struct kvc_pool *p[2];
 	unsigned most = 0;
@@ -233,7 +253,7 @@ KVT_TEST(o02_importers_cache_without_end)
 	start(args);
 	p[0] = pool;
 	p[1] = other_pool();
-	for (int i = 0; i < 60; i++) {
+	for (int i = 0; i < rounds; i++) {
 		u32 nr = fill(p[i & 1], pages, KV_ARRAY_SIZE(pages));
 
 		KVT_EXPECT(nr >= 64);
@@ -248,7 +268,7 @@ KVT_TEST(o02_importers_cache_without_end)
 			fds = ipc_nr_fds(kvmd.pid);
 	}
 	KVT_NOTE("%u imports, at most %u mapped at a time", counts().imports, most);
-	EXPECT_COUNT(counts().imports >= 40);
+	EXPECT_COUNT(counts().imports >= (unsigned)rounds);
 	KVT_EXPECT(ipc_nr_fds(kvmd.pid) <= fds + 1);
 	stop();
 	n = counts();
@@ -288,7 +308,7 @@ KVT_TEST(o04_owner_frees_before_importer_closes)
 	stop();
 }
 
-/* cases O06: ucx PR#11288. Who only connects holds nothing back. */
+/* cases O06: ucx PR#11288. Who only asks whether it would work holds nothing back. */
 KVT_TEST(o06_probe_that_pins)
 {
 	static const char *const args[] = {"--host-bytes", "36MiB", NULL};
@@ -298,14 +318,17 @@ KVT_TEST(o06_probe_that_pins)
 	u32 nr;
 
 	start(args);
-	idle = connect_logged();
 	nr = fill(pool, pages, KV_ARRAY_SIZE(pages));
+	idle = connect_logged();
+	kvc_pool_close(ipc_pool(idle)); /* the probe: all extents were mapped */
 	give_back(pool, pages, nr);
 	kvc_pool_close(pool);
 	t0 = kv_now_ns();
 	pool = other_pool();
 	KVT_EXPECT(fill(pool, pages, 8) == 8);
-	KVT_EXPECT(kv_now_ns() - t0 < 1000000000ull);
+	KVT_NOTE("memory was another pool's after %.1f ms",
+		 (double)(kv_now_ns() - t0) * 1e-6);
+	KVT_EXPECT(kv_now_ns() - t0 < 100000000ull);
 	kvc_close(idle);
 	stop();
 }
@@ -473,7 +496,7 @@ KVT_TEST(o16_sticky_error_and_double_release)
 	p[0] = pool;
 	p[1] = other_pool();
 	setenv("FAKE_CUDA_FAIL", "cuMemUnmap:7", 1);
-	for (int i = 0; i < 30; i++) {
+	for (int i = 0; i < 500; i++) {
 		u32 nr = fill(p[i & 1], pages, KV_ARRAY_SIZE(pages));
 
 		KVT_EXPECT(nr >= 64);
@@ -504,6 +527,7 @@ KVT_TEST(o16_unresolved_unmap_is_a_health_code)
 	static struct kv_grant pages[1024];
 	struct kvc_pool *other;
 	struct kv_grant one;
+	u64 t0;
 	u32 nr;
 
 	ipc_need_fake();
@@ -513,12 +537,14 @@ KVT_TEST(o16_unresolved_unmap_is_a_health_code)
 	give_back(pool, pages, nr);
 	expect_within(stat_now(pool).nr_quarantine == 0, 2000);
 	setenv("FAKE_CUDA_FAIL", "cuMemUnmap:1+", 1);
+	t0 = kv_now_ns();
 	for (int i = 0; i < 3000 && !status_has("EXTENTS_HELD"); i++) {
 		KVT_EXPECT_EQ(kvc_alloc(other, 1, KV_GFP_NOWAIT, &one), KV_PENDING);
 		kvc_dispatch(c, NULL, NULL);
 		usleep(1000);
 	}
 	KVT_EXPECT(status_has("EXTENTS_HELD"));
+	KVT_EXPECT(kv_now_ns() - t0 < 1000000000ull);
 	EXPECT_COUNT(counts().mapped == 1);
 	unsetenv("FAKE_CUDA_FAIL");
 	for (int i = 0; i < 3000 && kvc_alloc(other, 1, KV_GFP_NOWAIT, &one); i++) {
