@@ -331,6 +331,8 @@ bool kvd_reclaim_run(struct kvd_mm *mm)
 			done += extent_empty(pool);
 		debt = KV_MAX(pool->reclaim_debt, watermark_debt(pool));
 		want = KV_MIN(debt, KVD_RECLAIM_SLICE - KV_MIN(done, KVD_RECLAIM_SLICE));
+		if (KV_MUTANT(reclaim_whole_debt))
+			want = debt;
 		if (!want)
 			continue;
 		got = kvd_reclaim_pool(pool, KVD_TENANTS_MAX, want, false);

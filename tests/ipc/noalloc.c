@@ -2,12 +2,11 @@
 /*
  * No request makes kvmd allocate memory: the real program, with an allocator that aborts
  * (tests/fake/noalloc.c), serves every operation of an engine, from the first extent to a
- * full pool that reclaims.
+ * full pool that reclaims, without tiers and with them.
  */
-#include <fcntl.h>
-#include <sys/mman.h>
+#include "tests/ipc/tier.h"
 
-#include "tests/ipc/common.h"
+#include <sys/mman.h>
 
 #define RUN 8u
 
@@ -28,22 +27,39 @@ static void word_make(void)
 	close(fd);
 }
 
-static void preload_start(struct eng_private_kvmd *d)
+/* For the kvmd that starts in between. */
+static void preload(bool on)
 {
-	static const char *const args[] = {"--host-bytes", "67108864", NULL};
 	char lib[1024];
 
 	ipc_build_path("tests/fake/libnoalloc.so", lib, sizeof(lib));
-	setenv("KV_NOALLOC", word_path, 1);
-	setenv("LD_PRELOAD", lib, 1);
-	ipc_start(d, args);
+	if (on) {
+		word_make();
+		setenv("KV_NOALLOC", word_path, 1);
+		setenv("LD_PRELOAD", lib, 1);
+		return;
+	}
 	unsetenv("LD_PRELOAD");
 	unsetenv("KV_NOALLOC");
 	unlink(word_path); /* it is mapped */
 }
 
+static void forbid(bool on)
+{
+	__atomic_store_n(forbidden, on ? (u32)kvmd.pid : 0, __ATOMIC_RELEASE);
+}
+
+static void need_our_allocator(void)
+{
+#ifdef KV_SANITIZED
+	KVT_SKIP("the sanitizer has an allocator of its own");
+#endif
+	if (ipc_on_cuda())
+		KVT_SKIP("a driver allocates as it likes");
+}
+
 /* A sequence of its own: looked up, computed, sealed, pinned, let go. */
-static void sequence(struct kvc_pool *pool, u32 seq)
+static void sequence(u32 seq)
 {
 	static u32 tokens[RUN * KV_PAGE_TOKENS];
 	struct kv_seal_ret rets[RUN];
@@ -81,26 +97,20 @@ static void sequence(struct kvc_pool *pool, u32 seq)
 
 KVT_TEST(no_request_allocates)
 {
-	struct eng_private_kvmd d;
-	struct kvc_pool *pool;
+	static const char *const args[] = {"--host-bytes", "67108864", NULL};
 	struct kv_stat stat;
-	struct kvc *c;
 
-#ifdef KV_SANITIZED
-	KVT_SKIP("the sanitizer has an allocator of its own");
-#endif
-	if (ipc_on_cuda())
-		KVT_SKIP("a driver allocates as it likes");
-	word_make();
-	preload_start(&d);
-	c = ipc_connect(&d);
-	pool = ipc_pool(c);
-	sequence(pool, 0);
-	__atomic_store_n(forbidden, (u32)d.pid, __ATOMIC_RELEASE);
+	need_our_allocator();
+	preload(true);
+	ipc_start(&kvmd, args);
+	preload(false);
+	attach();
+	sequence(0);
+	forbid(true);
 	for (u32 i = 1; i < 400; i++) {
 		struct kv_grant one;
 
-		sequence(pool, i % 300);
+		sequence(i % 300);
 		KVT_EXPECT(kvc_alloc(pool, 1, KV_GFP_PREFILL, &one) == 0);
 		KVT_EXPECT_EQ(kvc_free(pool, &one, 1), 0);
 		KVT_EXPECT_EQ(kvc_stat(pool, &stat), 0);
@@ -110,9 +120,40 @@ KVT_TEST(no_request_allocates)
 	/* over a tick: sweeps and averages allocate nothing either */
 	usleep(1200000);
 	KVT_EXPECT_EQ(kvc_stat(pool, &stat), 0);
-	__atomic_store_n(forbidden, 0, __ATOMIC_RELEASE);
+	forbid(false);
 	kvc_close(c);
-	ipc_stop(&d);
+	ipc_stop(&kvmd);
+}
+
+/* Nor do evictions to DRAM and NVMe, restores, and what waits for them. */
+KVT_TEST(no_request_allocates_beside_tiers)
+{
+	double spills, reads;
+	u32 found = 0;
+
+	need_our_allocator();
+	preload(true);
+	begin(BOTH);
+	preload(false);
+	make_many(60); /* the mover and the threads are there now */
+	expect_within(counter("writes") > 100, 5000);
+	fetch_all(60);
+	spills = counter("spills");
+	reads = counter("reads");
+	forbid(true);
+	for (u32 i = 61; i < 160; i++) {
+		make(i);
+		found += fetch(i - 30);
+	}
+	usleep(1200000);
+	found += fetch(150);
+	forbid(false);
+	printf("# %u pages found, %.0f spilled, %.0f read\n", found,
+	       counter("spills") - spills, counter("reads") - reads);
+	KVT_EXPECT(found >= 100);
+	KVT_EXPECT(counter("spills") - spills >= 100);
+	KVT_EXPECT(counter("reads") - reads >= 100);
+	finish();
 }
 
 KVT_MAIN()

@@ -292,20 +292,31 @@ KVT_TEST(r8_same_prompt_two_domains)
 {
 	struct kvd_session *s, *s2, *s3;
 	struct kvd_attach *a, *b, *c;
-	struct kv_hit hits[8];
+	struct kv_seal_ret rets[8], forged;
+	struct kv_grant g[8], one;
+	struct kv_hit hits[9];
 	u32 nr = 0;
 
 	rig_init(&r, 8, 8);
 	a = rig_client(&r, rig_tenant(&r, r.red, "a", 0, 0), &s);
 	b = rig_client(&r, rig_tenant(&r, r.red, "b", 0, 0), &s2);
 	c = rig_client(&r, rig_tenant(&r, r.blue, "c", 0, 0), &s3);
-	rig_cache(&r, s, a, 1, 8);
+	KVT_EXPECT_EQ(rig_alloc(s, a, 8, KV_GFP_PREFILL, g), 0);
+	KVT_EXPECT_EQ(rig_seal(s, a, g, 8, 1, 0, NULL, rets), 0);
+	rig_run(&r);
 	KVT_EXPECT_EQ(rig_lookup(s2, b, 1, 8, hits, &nr), 0);
 	KVT_EXPECT_EQ(nr, 8);
 	KVT_EXPECT_EQ(rig_lookup(s3, c, 1, 8, hits, &nr), KV_MISS);
 	KVT_EXPECT_EQ(nr, 0);
-	/* a parent key taken from the other domain is no way in either */
 	KVT_EXPECT(memcmp(a->pool->root_key, c->pool->root_key, KV_KEY_BYTES));
+	/* a key taken from the other domain is no way in: as a salt it makes a page that
+	 * neither side finds, and none of what lies below it */
+	one = rig_alloc1(s3, c);
+	KVT_EXPECT_EQ(rig_seal(s3, c, &one, 1, 1, 8, rets[7].key, &forged), 0);
+	rig_run(&r);
+	KVT_EXPECT_EQ(rig_lookup(s2, b, 1, 9, hits, &nr), 0);
+	KVT_EXPECT_EQ(nr, 8);
+	KVT_EXPECT_EQ(rig_lookup(s3, c, 1, 9, hits, &nr), KV_MISS);
 	rig_audit(&r);
 	rig_fini(&r);
 }

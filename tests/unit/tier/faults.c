@@ -121,30 +121,47 @@ KVT_TEST(tokens_must_be_the_keys)
 	world_close();
 }
 
-/* R7: eight tenants' pages come back through a disk that exchanges slots: all noticed. */
+/* LMCache#4385 (R7): eight tenants' pages, of two domains, come back through a disk that
+ * exchanges slots: all noticed. */
 KVT_TEST(r7_swapped_offsets_are_all_noticed)
 {
+	enum { TENANTS = 8, PAGES = 2 };
+	struct kvd_session *s[TENANTS];
+	struct kvd_attach *a[TENANTS];
 	u32 swaps = 0;
 
 	world_open(true, 0);
-	for (u64 seq = 1; seq <= 8; seq++) {
-		cache(seq, 4);
-		evict(w.a, 4);
+	for (u32 i = 0; i < TENANTS; i++) {
+		struct kvd_domain *d = i & 1 ? w.rig.blue : w.rig.red;
+		struct kvd_tenant *t;
+		char name[8];
+
+		snprintf(name, sizeof(name), "r7-%u", i);
+		t = rig_tenant(&w.rig, d, name, 0, 0);
+		limits_set(t->index, 0, 1ull << 40);
+		a[i] = rig_client(&w.rig, t, &s[i]);
+		cache_with(s[i], a[i], 1 + i / 2, PAGES, 0); /* equal prompts, too */
 	}
-	for (u64 i = 0; i < 7; i++) {
-		cache(1000 + i, 8);
-		evict(w.a, 8);
+	evict(a[0], a[0]->pool->nr[KVD_CACHED]);
+	evict(a[1], a[1]->pool->nr[KVD_CACHED]);
+	for (u32 i = 0; i < 3 * TENANTS; i++) { /* each pushes its own out of DRAM */
+		cache_with(s[i % TENANTS], a[i % TENANTS], 1000 + i, 4, 0);
+		evict(a[i % TENANTS], 4);
 	}
-	for (u64 seq = 1; seq <= 8; seq++) {
+	for (u32 i = 0; i < TENANTS; i++) {
 		u64 reads = stats()->reads, bad = stats()->bad_names;
 
-		arm(KVD_FAULT_tier_read_swap, 0, 4);
-		fetch(seq, 4);
-		swaps += (u32)(stats()->reads - reads);
+		arm(KVD_FAULT_tier_read_swap, 0, PAGES);
+		KVT_EXPECT_EQ(look(s[i], a[i], 1 + i / 2, PAGES, NULL), 0);
+		settle();
+		KVT_EXPECT_EQ(look(s[i], a[i], 1 + i / 2, PAGES, NULL), 0);
+		settle();
+		KVT_EXPECT(stats()->reads > reads);
 		KVT_EXPECT_EQ(stats()->bad_names - bad, stats()->reads - reads);
+		swaps += (u32)(stats()->reads - reads);
 		kvd_fault_arm(KVD_FAULT_tier_read_swap, NULL);
 	}
-	KVT_EXPECT(swaps >= 8);
+	KVT_EXPECT(swaps >= TENANTS);
 	KVT_EXPECT(w.told >= swaps);
 	world_close();
 }

@@ -289,19 +289,27 @@ KVT_TEST(o37_bit_that_flips_before_the_copy_is_a_miss)
 	world_close();
 }
 
-/* O41: a copy of a page is another page, wherever the first one goes. */
+/* Rapid-MLX#196 (O41): a fork is another page, wherever its source goes. */
 KVT_TEST(o41_copy_stands_alone)
 {
+	struct kv_page_ref src;
 	struct kv_grant g;
-	u32 crc;
+	struct kv_hit hit;
+	u32 crc, nr = 0;
 
 	world_open(true, 0);
 	cache(1, 1);
-	g = rig_alloc1(w.s, w.a);
-	memcpy(frame(w.a->pool, g.pfn), frame(w.a->pool, g.pfn ? 0 : 1), PAGE);
-	pattern(frame(w.a->pool, g.pfn), 1, 0); /* as the engine's fork copy */
-	crc = kvd_crc32c(frame(w.a->pool, g.pfn), PAGE);
+	KVT_EXPECT_EQ(rig_lookup(w.s, w.a, 1, 1, &hit, &nr), 0);
+	KVT_EXPECT_EQ(nr, 1);
+	src = (struct kv_page_ref){.pfn = hit.grant.pfn, .tag = hit.grant.tag};
+	KVT_EXPECT_EQ(kvd_fork(w.s, w.a, &src, 1, KV_GFP_NOWAIT, &g, &nr), 0);
+	KVT_EXPECT(g.pfn != hit.grant.pfn);
+	/* the engine's fork copy */
+	memmove(frame(w.a->pool, g.pfn), frame(w.a->pool, hit.grant.pfn), PAGE);
+	crc = kvd_crc32c(frame(w.a->pool, hit.grant.pfn), PAGE);
+	KVT_EXPECT_EQ(rig_free1(w.s, w.a, hit.grant), 0);
 	evict(w.a, 1);
+	KVT_EXPECT_EQ(w.a->pool->nr[KVD_CACHED], 0);
 	to_nvme_only(2, 2);
 	KVT_EXPECT_EQ(kvd_crc32c(frame(w.a->pool, g.pfn), PAGE), crc);
 	KVT_EXPECT(is_pattern(frame(w.a->pool, g.pfn), 1, 0));
