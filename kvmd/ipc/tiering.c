@@ -397,7 +397,7 @@ static void store_reasons(struct kvd *kvd, const struct kvd_store *st,
 		add(arg, "TIER_NVME_WRITES_OFF", fault);
 	if (kvd_io_degraded(st->io))
 		add(arg, "TIER_NVME_SLOW_IO", kvd_io_engine(st->io));
-	if (!st->direct)
+	if (!st->direct && !KV_MUTANT(no_direct_unsaid))
 		add(arg, "TIER_NVME_NO_DIRECT",
 		    "the file system does not do O_DIRECT: pages pass through the page cache");
 	if (js->lost)

@@ -2,6 +2,12 @@
 /* Tiers as clients and operators meet them: PREFETCH, configuration, budgets, kvmctl. */
 #include "tests/ipc/tier.h"
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+
 /* ---------------------------------------------------------------------- odd clients */
 
 static struct kv_sqe prefetch_sqe(struct ipc_raw *r, u32 seq)
@@ -189,6 +195,39 @@ KVT_TEST(works_on_threads_and_says_so)
 	KVT_EXPECT(fetch_all(60) >= 10 * SEQ_PAGES);
 	KVT_EXPECT(health_has("TIER_NVME_SLOW_IO"));
 	KVT_EXPECT(health_has("threads (io_uring: switched off)"));
+	finish();
+}
+
+/* From now on and over exec no file opens with O_DIRECT, as on file systems without it. */
+static int forbid_direct(void)
+{
+	struct sock_filter code[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_openat, 0, 3),
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS,
+			 offsetof(struct seccomp_data, args[2])),
+		BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, O_DIRECT, 0, 1),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+	};
+	struct sock_fprog prog = {.len = KV_ARRAY_SIZE(code), .filter = code};
+
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+		return -errno;
+	return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &prog) ? -errno : 0;
+}
+
+/* dynamo#6032 (O36): where direct I/O is not to be had nothing hangs, and status says so. */
+KVT_TEST(o36_without_direct_io_it_works_and_says_so)
+{
+	if (forbid_direct())
+		KVT_SKIP("no system call filters here");
+	begin(BOTH);
+	make_many(60);
+	expect_within(counter("writes") > 100, 5000);
+	KVT_EXPECT(fetch_all(60) >= 10 * SEQ_PAGES);
+	KVT_EXPECT(counter("reads") > 0);
+	KVT_EXPECT(health_has("TIER_NVME_NO_DIRECT"));
 	finish();
 }
 
