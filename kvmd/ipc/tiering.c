@@ -18,7 +18,7 @@
 
 #define LEAVE_NS     (2 * KV_NSEC_PER_SEC)
 #define BAD_FRESH_NS (600 * KV_NSEC_PER_SEC)
-#define WORKERS_MAX  8u
+#define WORKERS_MAX  12u
 #define DRAM_SHARE   90u
 /* No domain has such a name: a secret of the host's own, as domains have theirs. */
 #define HOST_MARK    "/tiers"
@@ -103,7 +103,7 @@ static u32 nr_workers(void)
 	cpu_set_t set;
 	u32 cpus = sched_getaffinity(0, sizeof(set), &set) ? 2 : (u32)CPU_COUNT(&set);
 
-	return KV_MAX(1u, KV_MIN(cpus / 2, WORKERS_MAX));
+	return KV_MAX(1u, KV_MIN(cpus * 3 / 4, WORKERS_MAX));
 }
 
 static int watches_add(struct kvd *kvd)
