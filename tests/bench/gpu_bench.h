@@ -23,6 +23,7 @@
 #define KVB_NAME_MAX	   48
 /* Read ceiling of the card that the stored targets are for, bytes per second. */
 #define KVB_TARGET_CEILING 4.66e12
+#define KVB_AT_LOADS	   1.03
 
 /**
  * struct kvb_row - one measured line
@@ -32,8 +33,10 @@
  * @bytes: useful bytes of a call; 0 = no byte floor
  * @flops: useful floating-point operations; 0 = no arithmetic floor
  * @err: |out - ref| / |ref| against float64; < 0 = not checked in this run
+ * @loads_us: the same kernel in the same run without its arithmetic; 0 = not timed
  * @floor_us, @peer_us, @ours_us: stored figures (targets); 0 = none. A line is judged by
- *	ours_us * KVB_TARGET_CEILING over the run's own ceiling, never by less than ours_us
+ *	ours_us * KVB_TARGET_CEILING over the run's own ceiling, never by less than ours_us:
+ *	"reached", or "at its loads" (no more than KVB_AT_LOADS of loads_us), or "open"
  */
 struct kvb_row {
 	char family[16];
@@ -45,6 +48,7 @@ struct kvb_row {
 	double bytes;
 	double flops;
 	double err;
+	double loads_us;
 	double floor_us;
 	double peer_us;
 	double ours_us;
@@ -55,6 +59,7 @@ struct kvb_row {
  * @stream: everything runs here
  * @filter: substring of a row's name or shape that selects it; NULL = all
  * @quick: fewer replays and shapes (used while tuning)
+ * @replays: of the next lines; 0 = KVB_REPLAYS, or 7 if @quick
  * @check: also compare with the float64 reference
  * @ceiling: measured read rate in bytes per second
  * @rows, @nr_rows: results so far
@@ -68,6 +73,7 @@ struct kvb_ctx {
 	bool failed;
 	double ceiling;
 	double flops_ceiling;
+	uint32_t replays;
 	uint32_t nr_rows;
 	struct kvb_row rows[KVB_ROWS_MAX];
 };
