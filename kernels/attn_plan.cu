@@ -230,8 +230,8 @@ __global__ void __launch_bounds__(PLAN_THREADS)
 	for (uint32_t c = threadIdx.x / 32; c < a.shape.nr_ctas; c += PLAN_THREADS / 32) {
 		if (c < nr_ctas)
 			write_segments(a, c, nr_ctas, total, hbs);
-		else if ((threadIdx.x & 31) == 0)
-			a.mem.ctas[c].count = a.mem.ctas[c].hbs = 0;
+		else if ((threadIdx.x & 31) == 0) /* all of it: plan_touch() */
+			a.mem.ctas[c] = {};
 	}
 }
 
