@@ -99,7 +99,7 @@ BINS := $(if $(main-kvmd),$(O)/kvmd) $(if $(main-tools/kvmctl),$(O)/kvmctl) \
 LIBS := $(O)/libkvclient.a $(O)/libkvclient.so
 
 .PHONY: all kernels tests clean help check check-mutants check-long check-layers check-abi \
-	check-format check-tour soak check-cc check-san check-hostile check-fuzz check-fuzz-brief fuzz-targets coverage \
+	check-format check-tour soak check-cc check-san check-hostile check-fuzz check-fuzz-brief fuzz-targets coverage check-archs \
 	coverage-run demo deps install-deps bundle
 all: $(BINS) $(LIBS)
 
@@ -279,6 +279,12 @@ check-mutants: deps
 check-cc:
 	$(Q)$(MAKE) --no-print-directory CC=clang O=build/clang tests
 	$(Q)$(MAKE) --no-print-directory CUDA=0 O=build/nocuda tests
+
+# The kernels for GPUs without Hopper's instructions: they must compile there; nobody runs them.
+OTHER_ARCHS ?= 80 89 100
+check-archs:
+	$(Q)set -e; $(foreach a,$(OTHER_ARCHS),$(MAKE) --no-print-directory CUDA_ARCHS=$(a) O=$(O)/archs/$(a) \
+		$(O)/archs/$(a)/libkernels.a;) echo "compiled for sm_ $(OTHER_ARCHS)"
 
 # All tests under ASan and UBSan, without CUDA.
 check-san: deps

@@ -41,7 +41,7 @@ static void reload_on_signal(struct kvd *kvd)
 	char error[KVD_CONFIG_ERROR_BYTES];
 	u32 deferred;
 
-	if (kvd_reload(kvd, error, &deferred))
+	if (kvd_reload(kvd, false, error, &deferred))
 		kvd_err("config", "not applied: %s", error);
 	else
 		kvd_info("config", "revision %llu applied, %u deferred",
@@ -519,7 +519,7 @@ static int restart_needed(const struct kvd *kvd, const struct kvd_config *config
 	return 0;
 }
 
-int kvd_reload(struct kvd *kvd, char *error, u32 *ret_deferred)
+int kvd_reload(struct kvd *kvd, bool dry_run, char *error, u32 *ret_deferred)
 {
 	struct kvd_config *config;
 	int r;
@@ -537,6 +537,10 @@ int kvd_reload(struct kvd *kvd, char *error, u32 *ret_deferred)
 		r = restart_needed(kvd, config, error);
 	if (!r)
 		r = kvd_memory_domains(kvd, config, error);
+	if (!r && dry_run) {
+		r = kvd_policy_would(kvd, config, error, ret_deferred);
+		goto free_config;
+	}
 	if (!r)
 		r = kvd_policy_apply(kvd, config, error, ret_deferred);
 	if (!r) {
@@ -545,6 +549,7 @@ int kvd_reload(struct kvd *kvd, char *error, u32 *ret_deferred)
 	}
 	kvd_trace_config_reload(kvd->config_revision, (u64)(s64)r,
 				kvd->config.nr_tenants);
+free_config:
 	free(config);
 	return r;
 }

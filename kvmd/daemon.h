@@ -191,11 +191,12 @@ void kvd_fini(struct kvd *kvd);
 
 /**
  * kvd_reload() - read the configuration again
+ * @dry_run: check it and say what would be deferred, and leave all as it is
  * @error: as kvd_init()
  * @ret_deferred: tenants whose new limits are below what they use
  *
  * Return: 0; -errno, and nothing changed.
  */
-int kvd_reload(struct kvd *kvd, char *error, u32 *ret_deferred);
+int kvd_reload(struct kvd *kvd, bool dry_run, char *error, u32 *ret_deferred);
 
 #endif

@@ -175,6 +175,7 @@ int eng_mem_open(u32 device, const u8 *gpu_uuid, struct eng_mem **ret,
 int eng_mem_open_host(struct eng_mem **ret);
 int eng_mem_open_guarded(struct eng_mem **ret);
 void eng_mem_guard_fail(u32 nr); /* tests: the nr-th kernel from now on fails */
+u32 eng_mem_guard_checks(void);	 /* tests: tag_check kernels until now */
 int eng_mem_open_cuda(const u8 *gpu_uuid, struct eng_mem **ret, struct eng_err *err);
 
 /* mem_host.c: the truth about copy() and score() */

@@ -41,6 +41,7 @@ struct guard_mem {
 	void *hosts; /* list of alloc_host(), linked by the first word */
 	struct graph *recording;
 	u32 fail_in; /* kernels until one fails; 0: never */
+	u32 checks;  /* tag_check kernels that ran */
 };
 
 static struct guard_mem *the_mem;
@@ -103,7 +104,23 @@ static int submit(int (*run)(const void *args), const void *args, size_t bytes)
 		return submit(run_##hook_, a, sizeof(*a));                 \
 	}
 
-HOOK(tag_check, kvk_tag_check_args)
+static int run_tag_check(const void *args)
+{
+	the_mem->checks++;
+	return kvk_host_ops()->tag_check(args, NULL);
+}
+
+static int guard_tag_check(const struct kvk_tag_check_args *a, kvk_stream stream)
+{
+	return submit(run_tag_check, a, sizeof(*a));
+}
+
+/** eng_mem_guard_checks() - tag_check kernels until now */
+u32 eng_mem_guard_checks(void)
+{
+	return the_mem->checks;
+}
+
 HOOK(append, kvk_append_args)
 HOOK(attn_mla, kvk_attn_args)
 HOOK(attn_gqa, kvk_attn_args)

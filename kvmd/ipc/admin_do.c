@@ -300,14 +300,22 @@ int kvd_admin_version(struct kvd_admin_call *call)
 	return 0;
 }
 
+static bool is_dry_run(const struct kvd_admin_call *call)
+{
+	return cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(call->in, "dry_run")) &&
+	       !KV_MUTANT(dry_run_acts);
+}
+
 int kvd_admin_reload(struct kvd_admin_call *call)
 {
+	bool dry_run = is_dry_run(call);
 	u32 deferred = 0;
 	int r;
 
-	r = kvd_reload(call->kvd, call->error, &deferred);
+	r = kvd_reload(call->kvd, dry_run, call->error, &deferred);
 	if (r)
 		return r;
+	cJSON_AddBoolToObject(call->out, "dry_run", dry_run);
 	kvd_admin_u64(call->out, "revision", call->kvd->config_revision);
 	cJSON_AddNumberToObject(call->out, "deferred", deferred);
 	return 0;
@@ -443,8 +451,11 @@ int kvd_admin_upgrade(struct kvd_admin_call *call)
 	if (!kvd->kept.image)
 		return kvd_admin_fail(call, -EOPNOTSUPP,
 				      "upgrade: started without a keeper");
-	kvd->upgrade = true;
-	kvd->stop = true;
+	cJSON_AddBoolToObject(call->out, "dry_run", is_dry_run(call));
+	if (!is_dry_run(call)) {
+		kvd->upgrade = true;
+		kvd->stop = true;
+	}
 	kvd_admin_hex(call->out, "table_epoch", kvd->table_epoch);
 	return 0;
 }

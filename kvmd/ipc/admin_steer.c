@@ -142,6 +142,11 @@ static int get_limits(struct kvd_admin_call *call, const struct kvd_tenant *t,
 	    get_bytes(call, "max_bytes", &ret->max_bytes) ||
 	    kvd_admin_get_u32(call, "weight", &ret->weight) < 0)
 		return -EINVAL;
+	/* "--max" alone means it: a high that was no mark of its own, or is above, goes along */
+	if (!cJSON_HasObjectItem(call->in, "high_bytes") &&
+	    (t->account.high_bytes >= t->account.max_bytes ||
+	     ret->high_bytes > ret->max_bytes))
+		ret->high_bytes = ret->max_bytes;
 	return 0;
 }
 

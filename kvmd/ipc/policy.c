@@ -207,6 +207,26 @@ static void limits_apply(struct kvd *kvd, const struct kvd_config *config, u32 t
 	*ret_deferred += deferred;
 }
 
+int kvd_policy_would(struct kvd *kvd, const struct kvd_config *config, char *error,
+		     u32 *ret_deferred)
+{
+	*ret_deferred = 0;
+	for (u32 i = 0; i < KVD_TENANTS_MAX; i++) {
+		const struct kvd_tenant *have = kvd->core.tenants[i];
+		const struct kvd_config_tenant *ct;
+
+		if (!have)
+			continue;
+		ct = config_find(config, have->name);
+		if (ct)
+			*ret_deferred +=
+				have->account.used_bytes > limits_of(kvd, ct).max_bytes;
+		else
+			*ret_deferred += have->nr_sessions || have->account.used_bytes;
+	}
+	return policy_check(kvd, config, error);
+}
+
 int kvd_policy_apply(struct kvd *kvd, const struct kvd_config *config, char *error,
 		     u32 *ret_deferred)
 {

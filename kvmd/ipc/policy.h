@@ -12,6 +12,14 @@
 struct kvd;
 
 /**
+ * kvd_policy_would() - what kvd_policy_apply() would answer; changes nothing
+ *
+ * Return: 0; -EINVAL.
+ */
+int kvd_policy_would(struct kvd *kvd, const struct kvd_config *config, char *error,
+		     u32 *ret_deferred);
+
+/**
  * kvd_policy_apply() - make core's tenants and limits what @config says
  * @error: KVD_CONFIG_ERROR_BYTES
  * @ret_deferred: tenants that use more than their new max, or that are gone from the file

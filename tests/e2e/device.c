@@ -69,6 +69,49 @@ KVT_TEST(a_device_error_is_no_completion)
 	rig_close(&rig);
 }
 
+/* Tokens of a request under @check. Return: how many tag_check kernels ran */
+static u32 checks_under(const char *check, struct trace *t)
+{
+	struct eng_options opt = {DEV_SIZES, .no_prefix = true, .no_seal = true};
+	char path[] = "/tmp/kvt-config-XXXXXX";
+	const char *args[] = {DEV_KVMD, "--config", path, NULL};
+	struct eng_request *r;
+	struct eng_engine *e;
+	u32 prompt[100], nr;
+	struct rig rig;
+	int fd = mkstemp(path);
+
+	KVT_EXPECT(fd >= 0);
+	dprintf(fd,
+		"{\"check\":\"%s\",\"tenants\":[{\"name\":\"t\",\"uids\":[%u],\"gpus\":"
+		"[{\"gpu\":\"*\",\"max\":\"1GiB\"}]}]}",
+		check, getuid());
+	close(fd);
+	rig_kvmd(&rig, args);
+	unlink(path);
+	rig_model(&rig, "tiny-k2", ENG_WEIGHTS_AS_IS);
+	e = rig_engine(&rig, &opt);
+	rig_prompt(5, prompt, 100);
+	r = trace_submit(e, t, prompt, 100, 24, true);
+	rig_turns(e, r, 24);
+	KVT_EXPECT_EQ(t->nr, 24);
+	nr = eng_mem_guard_checks();
+	eng_engine_destroy(e);
+	rig_close(&rig);
+	return nr;
+}
+
+/* G6: with check=off no kernel is launched for it, prompt and decode alike; the text is the
+ * same. */
+KVT_TEST(check_off_launches_no_kernel)
+{
+	static struct trace off, batch;
+
+	KVT_EXPECT_EQ(checks_under("off", &off), 0);
+	KVT_EXPECT(checks_under("batch", &batch) >= 24);
+	trace_expect_equal(&off, &batch, "text");
+}
+
 /* The guard is a guard: a look at device memory ends the process. */
 KVT_TEST(guarded_memory_cannot_be_read_by_the_host)
 {

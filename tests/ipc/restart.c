@@ -460,6 +460,9 @@ KVT_TEST(upgrade_keeps_everything)
 	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, pages), 0);
 	fill(p1, pages[5].pfn, 5);
 	kvc_info(c1, &was);
+	free(ipc_admin(&kvmd, "{\"op\":\"upgrade\",\"dry_run\":true}"));
+	usleep(100000);
+	KVT_EXPECT(!log_has("adopted 1 pools")); /* it only said so */
 	free(ipc_admin(&kvmd, "{\"op\":\"upgrade\"}"));
 	expect_within(log_has("adopted 1 pools"), 2000);
 	KVT_EXPECT_EQ(stat_of(p1).nr_active, 8);

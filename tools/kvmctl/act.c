@@ -144,16 +144,27 @@ int ctl_events(struct ctl *ctl)
 
 /* ----------------------------------------------------------------- the rest */
 
+static cJSON *dry_request(struct ctl *ctl, const char *op)
+{
+	cJSON *request = ctl_request(op);
+
+	cJSON_AddBoolToObject(request, "dry_run", ctl->args.dry_run);
+	return request;
+}
+
 int ctl_reload(struct ctl *ctl)
 {
 	cJSON *reply = NULL;
 	int r;
 
-	r = ctl_ask(ctl, ctl_request("reload"), &reply);
+	r = ctl_ask(ctl, dry_request(ctl, "reload"), &reply);
 	if (r)
 		return r;
 	if (ctl->args.json)
 		r = ctl_json(ctl, reply, "reload");
+	else if (ctl->args.dry_run)
+		printf("the file is good: would replace revision %.0f, %.0f deferred\n",
+		       ctl_num(reply, "revision"), ctl_num(reply, "deferred"));
 	else
 		printf("revision %.0f applied, %.0f deferred\n",
 		       ctl_num(reply, "revision"), ctl_num(reply, "deferred"));
@@ -166,13 +177,15 @@ int ctl_upgrade(struct ctl *ctl)
 	cJSON *reply = NULL;
 	int r;
 
-	r = ctl_ask(ctl, ctl_request("upgrade"), &reply);
+	r = ctl_ask(ctl, dry_request(ctl, "upgrade"), &reply);
 	if (r)
 		return r;
 	if (ctl->args.json)
 		r = ctl_json(ctl, reply, "upgrade");
 	else
-		printf("the program takes over from the keeper; engines go on\n");
+		printf("the program %s over from the keeper; engines %s on\n",
+		       ctl->args.dry_run ? "would take" : "takes",
+		       ctl->args.dry_run ? "would go" : "go");
 	cJSON_Delete(reply);
 	return r;
 }
@@ -182,6 +195,10 @@ int ctl_fault(struct ctl *ctl)
 	cJSON *request = ctl_request("fault"), *reply = NULL;
 	int r;
 
+	if (ctl->args.dry_run) {
+		cJSON_Delete(request);
+		return ctl_error(ctl, CTL_USAGE, "fault: there is no --dry-run of it");
+	}
 	if (ctl->args.nr_words > 1)
 		cJSON_AddStringToObject(request, "spec", ctl->args.words[1]);
 	r = ctl_ask(ctl, request, &reply);

@@ -180,13 +180,12 @@ static void check_daemon(struct ctl *ctl, struct doctor *doc)
 	}
 	doc->pid = (pid_t)ctl_num(reply, "pid");
 	health = cJSON_GetObjectItemCaseSensitive(reply, "health");
-	doc_say(doc, !strcmp(ctl_str(health, "state"), "ok") ? DOC_OK : DOC_WARN, "kvmd",
-		"kvmctl status says more", "%s, %s backend: %s",
+	doc_say(doc, DOC_OK, "kvmd", "", "%s, %s backend, health: %s",
 		ctl_str(reply, "version"), ctl_str(reply, "backend"),
 		ctl_str(health, "state"));
 	cJSON_ArrayForEach(r, cJSON_GetObjectItemCaseSensitive(health, "reasons"))
-		doc_say(doc, DOC_WARN, "kvmd", "kvmctl status says more", "%s: %s",
-			ctl_str(r, "code"), ctl_str(r, "text"));
+		doc_say(doc, DOC_WARN, "kvmd", ctl_health_todo(ctl_str(r, "code")),
+			"%s: %s", ctl_str(r, "code"), ctl_str(r, "text"));
 	cJSON_Delete(reply);
 }
 

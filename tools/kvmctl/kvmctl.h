@@ -162,6 +162,9 @@ int ctl_json(struct ctl *ctl, cJSON *reply, const char *name);
 /** ctl_size() - "96.0 MiB", or the integer under --bytes. Return: @out */
 const char *ctl_size(const struct ctl *ctl, double bytes, char *out, size_t room);
 
+/** ctl_health_todo() - what to do about a health reason. Return: a line, never NULL */
+const char *ctl_health_todo(const char *code);
+
 /** ctl_age() - "3 ms", "12 s", "5 min", "3 h", "2 d". Return: @out */
 const char *ctl_age(double ms, char *out, size_t room);
 

@@ -54,9 +54,11 @@ static const struct ctl_verb verbs[] = {
 	 ctl_pagemap},
 	{"tier", "tiers", "", "DRAM and NVMe below the pools: use, budgets, counters", 0,
 	 0, ctl_tier},
-	{"reload", NULL, "", "read the configuration again", 0, 0, ctl_reload},
-	{"upgrade", NULL, "", "start the installed kvmd in place of the running one", 0,
-	 0, ctl_upgrade},
+	{"reload", NULL, "", "read the configuration again (--dry-run)", 0, 0,
+	 ctl_reload},
+	{"upgrade", NULL, "",
+	 "start the installed kvmd in place of the running one (--dry-run)", 0, 0,
+	 ctl_upgrade},
 	{"plan", NULL, "--model DIR|--preset P --bytes SIZE [--tp N]",
 	 "how many tokens of KV fit; needs no daemon", 0, 0, ctl_plan},
 	{"doctor", NULL, "", "try out this host: GPU memory, limits; needs no daemon", 0,
@@ -78,10 +80,24 @@ static const struct ctl_verb *verb_find(const char *name)
 	return NULL;
 }
 
+static int help_verb(struct ctl *ctl, const char *name)
+{
+	const struct ctl_verb *v = verb_find(name);
+
+	if (!v)
+		return ctl_error(ctl, CTL_USAGE, "\"%s\": unknown verb (see kvmctl help)",
+				 name);
+	printf("Usage: kvmctl [OPTION]... %s%s%s\n\n  %s\n", v->name,
+	       *v->synopsis ? " " : "", v->synopsis, v->text);
+	return CTL_OK;
+}
+
 static int ctl_help(struct ctl *ctl)
 {
 	size_t i;
 
+	if (ctl->args.nr_words > 1)
+		return help_verb(ctl, ctl->args.words[1]);
 	printf("Usage: kvmctl [OPTION]... [VERB [ARGUMENT]...]\n\n");
 	for (i = 0; i < KV_ARRAY_SIZE(verbs); i++)
 		printf("  %-10s %s%s%s\n", verbs[i].name, verbs[i].synopsis,

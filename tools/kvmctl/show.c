@@ -112,17 +112,18 @@ static int status_text(struct ctl *ctl, const cJSON *reply)
 	const cJSON *mem = cJSON_GetObjectItemCaseSensitive(reply, "memory");
 	char a[32], b[32], age[32];
 
-	printf("kvmd %s  pid %.0f  up %s  %s backend  check %s\n",
-	       ctl_str(reply, "version"), ctl_num(reply, "pid"),
+	printf("kvmd %s  pid %.0f  up %s  check %s\n", ctl_str(reply, "version"),
+	       ctl_num(reply, "pid"),
 	       ctl_age(ctl_num(reply, "uptime_ms"), age, sizeof(age)),
-	       ctl_str(reply, "backend"), ctl_str(reply, "check"));
+	       ctl_str(reply, "check"));
 	health_text(reply);
+	printf("backend    %s (%s)\n", ctl_str(reply, "backend"),
+	       ctl_str(reply, "backend_why"));
 	gpu_line(ctl, cJSON_GetObjectItemCaseSensitive(reply, "gpu"));
 	mover_line(ctl, cJSON_GetObjectItemCaseSensitive(reply, "mover"));
-	printf("memory     %s of %s in extents (%s)\n",
+	printf("memory     %s of %s in extents\n",
 	       ctl_size(ctl, ctl_num(mem, "extent_bytes"), a, sizeof(a)),
-	       ctl_size(ctl, ctl_num(mem, "capacity_bytes"), b, sizeof(b)),
-	       ctl_str(reply, "backend_why"));
+	       ctl_size(ctl, ctl_num(mem, "capacity_bytes"), b, sizeof(b)));
 	pages_line(cJSON_GetObjectItemCaseSensitive(mem, "pages"));
 	ctl_tier_lines(ctl, cJSON_GetObjectItemCaseSensitive(reply, "tiers"));
 	printf("clients    %.0f sessions, %.0f tenants, %.0f pools\n",
@@ -324,7 +325,7 @@ int ctl_page(struct ctl *ctl)
 static const struct ctl_column pool_columns[] = {
 	{"id", "POOL", CTL_COUNT, false},
 	{"domain", "DOMAIN", CTL_TEXT, false},
-	{"page_bytes", "PAGE", CTL_SIZE, false},
+	{"stride_bytes", "PAGE", CTL_SIZE, false},
 	{"extents", "EXTENTS", CTL_COUNT, false},
 	{"extent_bytes", "EXTENT", CTL_SIZE, false},
 	{"nr_pages", "MOST PAGES", CTL_COUNT, false},
@@ -338,7 +339,7 @@ static const struct ctl_column pool_columns[] = {
 	{"fingerprint", "LAYOUT", CTL_TEXT, false},
 	{"frees", "FREES", CTL_COUNT, true},
 	{"seals", "SEALS", CTL_COUNT, true},
-	{"stride_bytes", "STRIDE", CTL_SIZE, true},
+	{"page_bytes", "BYTES IN A PAGE", CTL_SIZE, true},
 	{"extents_max", "MOST EXTENTS", CTL_COUNT, true},
 	{"va_bytes", "ADDRESSES", CTL_SIZE, true},
 	{"sealed", "SEALED", CTL_COUNT, true},

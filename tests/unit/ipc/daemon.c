@@ -452,6 +452,12 @@ KVT_TEST(quota_is_hard_and_reload_is_all_or_nothing)
 		"\"max\":4096}]}]}",
 		geteuid());
 	config_write(text);
+	/* a dry run says the same and changes nothing */
+	KVT_EXPECT_EQ(
+		daemon_number(&d, "{\"op\":\"reload\",\"dry_run\":true}", "deferred"), 1);
+	KVT_EXPECT_EQ(daemon_number(&d, STATUS, "config_revision"), 1);
+	KVT_EXPECT_EQ(daemon_number(&d, "{\"op\":\"tenant\"}", "tenants.0.max_bytes"),
+		      50 * 77824);
 	KVT_EXPECT_EQ(daemon_number(&d, "{\"op\":\"reload\"}", "deferred"), 1);
 	KVT_EXPECT_EQ(daemon_number(&d, STATUS, "config_revision"), 2);
 	raw_close(&c);

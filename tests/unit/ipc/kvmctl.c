@@ -449,8 +449,16 @@ KVT_TEST(drain_limit_and_revoke_steer_a_tenant)
 	KVT_EXPECT_HAS(err, "stale");
 	KVT_EXPECT_EQ(ctl("limit default --high 2GiB --max 1GiB"), 6);
 	KVT_EXPECT_HAS(err, "conflict: high");
-	KVT_EXPECT_EQ(ctl("limit default --high 1GiB --max 1GiB"), 0);
+	/* --max alone: high was no mark of its own and goes along, up and down */
+	KVT_EXPECT_EQ(ctl("limit default --max 1GiB"), 0);
 	KVT_EXPECT_HAS(out, "applied");
+	KVT_EXPECT_EQ(daemon_number(&d, "{\"op\":\"tenant\"}", "tenants.0.high_bytes"),
+		      1 << 30);
+	KVT_EXPECT_EQ(ctl("limit default --high 512MiB"), 0);
+	KVT_EXPECT_EQ(ctl("limit default --max 768MiB"), 0);
+	KVT_EXPECT_EQ(daemon_number(&d, "{\"op\":\"tenant\"}", "tenants.0.high_bytes"),
+		      512 << 20);
+	KVT_EXPECT_EQ(ctl("limit default --high 1GiB --max 1GiB"), 0);
 	KVT_EXPECT_EQ(raw_alloc(&c, 1, KV_GFP_NOWAIT, g), 0);
 
 	KVT_EXPECT_EQ(ctl("pin 0"), 4); /* nobody can find it */
