@@ -61,8 +61,9 @@ __device__ __forceinline__ void store_h16(const struct moe_i4 &a, float (&acc)[2
 		uint16_t *col = (uint16_t *)row + warp * 16 + g;
 
 		inv = h_scale(amax[token]);
-		if (warp == 0 && g == 0)
-			*(float *)(row + 256) = h_back(inv);
+		if (warp == 0 && g == 0) /* all that is copied, so also what pads it */
+			*(uint4 *)(row + 256) =
+				make_uint4(__float_as_uint(h_back(inv)), 0, 0, 0);
 		inv *= g & 2 ? MOE_H_HIGH : 1.0f;
 		col[0] = (uint16_t)ptx_f16x2(acc[0][nt][c] * inv, 0.0f);
 		col[8] = (uint16_t)ptx_f16x2(acc[1][nt][c] * inv, 0.0f);
