@@ -4,6 +4,8 @@
 
 #include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include "base/clock.h"
 #include "base/mutant.h"
@@ -12,13 +14,19 @@
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
 
-#define RETRY_NS (2 * KV_NSEC_PER_SEC)
+#define RETRY_NS  (2 * KV_NSEC_PER_SEC)
+#define FILL_NICE 10
 
 static void fill_run(struct kvd_work *w)
 {
 	struct kvd_filling *f = kv_container_of(w, struct kvd_filling, work);
 
-	f->result = kvd_mover_pool_fill(f->kvd->moving.mover, &f->stop);
+	/* Engines and the loop come first; this thread does nothing else. */
+	setpriority(PRIO_PROCESS, (id_t)gettid(), FILL_NICE);
+	while (f->nr_old)
+		close(f->old[--f->nr_old]);
+	if (f->fill)
+		f->result = kvd_mover_pool_fill(f->kvd->moving.mover, &f->stop);
 }
 
 static void failed(struct kvd *kvd, const char *why)
@@ -38,7 +46,7 @@ static void fill_done(struct kvd_work *w)
 	struct kvd *kvd = f->kvd;
 	int r = f->result;
 
-	if (f->stop)
+	if (f->stop || !f->fill)
 		return;
 	if (kvd_fault(KVD_FAULT_tier_fill))
 		r = -ENOMEM;
@@ -87,6 +95,7 @@ static void start(struct kvd *kvd)
 		return;
 	}
 	f->kvd = kvd;
+	f->fill = f->wanted;
 	f->work = (struct kvd_work){.run = fill_run, .done = fill_done};
 	f->watch = (struct kvd_watch){.fd = kvd_workers_fd(f->worker),
 				      .events = KVD_LOOP_IN,
@@ -106,9 +115,37 @@ void kvd_filling_turn(struct kvd *kvd)
 {
 	struct kvd_filling *f = &kvd->tiering.filling;
 
-	if (f->wanted && !f->worker && kvd->now_ns >= f->next_ns &&
+	if ((f->wanted || f->nr_old) && !f->worker && kvd->now_ns >= f->next_ns &&
 	    !kvd_mover_pid(kvd->moving.mover))
 		start(kvd);
+}
+
+void kvd_filling_take(struct kvd *kvd)
+{
+	struct kvd_filling *f = &kvd->tiering.filling;
+
+	for (u32 i = 0; i < kvd->kept.nr && f->nr_old < KVD_FILL_OLD; i++) {
+		struct kvd_kept_fd *k = &kvd->kept.fds[i];
+
+		if (k->key.kind != KVD_KEEP_POOL || k->fd < 0)
+			continue;
+		/* First the keeper's: whoever closes the last one frees it. A put that is
+		 * answered comes before the thread is started. */
+		kvd_kept_del(kvd, &k->key);
+		f->old[f->nr_old++] = k->fd;
+		k->fd = -1;
+	}
+}
+
+int kvd_filling_keep(struct kvd *kvd)
+{
+	struct kvd_keep_key key = {.kind = KVD_KEEP_POOL, .session = kvd->started_ns};
+	u64 bytes = 0;
+	int fd = -1;
+
+	if (kvd->moving.mover)
+		kvd_mover_pool(kvd->moving.mover, &bytes, &fd);
+	return bytes && !KV_MUTANT(pool_not_kept) ? kvd_kept_put(kvd, &key, fd) : 0;
 }
 
 void kvd_filling_stop(struct kvd *kvd)

@@ -1,12 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * ipc/filling.h - the DRAM tier's memory after a restart: allocated while engines are served.
+ * ipc/filling.h - the DRAM tier's memory after a restart: engines do not wait for it.
  *
  * To allocate it takes a second for some GiB. At a cold start kvmd waits, so that a lack of
  * memory is an error there; when it comes back under living engines (a crash, an upgrade)
  * they would wait as well. So a thread allocates, and until it has there are no tiers: what
  * is evicted is dropped, what lies on NVMe is not found yet. If memory is short it is tried
  * again; status says so.
+ *
+ * To free it takes a third of that, and a process that was killed is not gone before its
+ * memory is: nobody starts the next kvmd so long. So the keeper holds it as well, and the
+ * next kvmd's thread frees it. Its bytes are never used again: a dead kvmd's disk may still
+ * write there (decisions 47).
  *
  * Thread rules: the loop thread only, but for the thread's own function.
  */
@@ -20,14 +25,17 @@
 
 struct kvd;
 
-/* Less than this takes no time worth a thread. */
+/* So much takes no time worth a thread. */
 #define KVD_FILL_AT_ONCE (64ull << 20)
+/* One each that was killed before it had freed the one before. */
+#define KVD_FILL_OLD	 8u
 
 /**
  * struct kvd_filling - memory that is on its way
  * @wanted: the pool is not all there yet
  * @worker: NULL: nobody is at it
- * @work, @result: of the thread; @stop: it shall give up
+ * @work, @fill, @result: of the thread; @stop: it shall give up
+ * @old: [nr_old], memory of earlier kvmds, to be freed
  * @next_ns: not before
  * @error: why the last try failed; "" there was none
  */
@@ -37,11 +45,21 @@ struct kvd_filling {
 	struct kvd_workers *worker;
 	struct kvd_watch watch;
 	struct kvd_work work;
+	int old[KVD_FILL_OLD];
+	u32 nr_old;
+	bool fill;
 	int result;
 	bool stop;
 	u64 next_ns;
 	char error[160];
 };
+
+/** kvd_filling_take() - at the start, before the pool is made: what the keeper has of it */
+void kvd_filling_take(struct kvd *kvd);
+
+/** kvd_filling_keep() - give the pool to the keeper. Return: 0, also without; as
+ * kvd_kept_put() */
+int kvd_filling_keep(struct kvd *kvd);
 
 /** kvd_filling_turn() - start the thread as soon as the earlier kvmd's mover, which has as
  * much memory, is gone */

@@ -108,6 +108,8 @@ static int put_all(struct kvd *kvd)
 			r = put_conn(kvd, conn);
 	if (!r)
 		r = kvd_moving_keep(kvd);
+	if (!r)
+		r = kvd_filling_keep(kvd);
 	key.kind = KVD_KEEP_LISTEN;
 	if (!r && kvd->engine_listen.fd >= 0)
 		r = kvd_keep_put(&kvd->kept.keep, &key, kvd->engine_listen.fd);

@@ -160,6 +160,7 @@ int kvd_tiering_pool(struct kvd *kvd, const struct kvd_config *config, char *err
 
 	if (KV_MUTANT(fill_at_restart))
 		later = false;
+	kvd_filling_take(kvd);
 	if (want <= have / 100 * DRAM_SHARE)
 		r = kvd_moving_open(kvd, want, later);
 	kvd->tiering.filling.wanted = !r && later;
@@ -169,6 +170,12 @@ int kvd_tiering_pool(struct kvd *kvd, const struct kvd_config *config, char *err
 			"tiers.dram.size: %llu: %s (%u %% of this host's memory are %llu)",
 			(unsigned long long)want, strerror(-r), DRAM_SHARE,
 			(unsigned long long)(have / 100 * DRAM_SHARE));
+	if (r)
+		return r;
+	r = kvd_filling_keep(kvd);
+	if (r)
+		snprintf(error, KVD_CONFIG_ERROR_BYTES, "keeper %s: %s",
+			 kvd->kept.keep.path, strerror(-r));
 	return r;
 }
 

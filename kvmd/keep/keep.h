@@ -30,6 +30,7 @@
  * @KVD_KEEP_LISTEN: index 0 engines, 1 admin
  * @KVD_KEEP_DEVICE: index: an open device, so that its driver stays loaded
  * @KVD_KEEP_MOVER: pidfd; session: the pid, index: enum kvd_mover_kept
+ * @KVD_KEEP_POOL: memory of a DRAM tier (ipc/filling.h); session: when that kvmd started
  */
 enum kvd_keep_kind {
 	KVD_KEEP_IMAGE = 1,
@@ -42,6 +43,7 @@ enum kvd_keep_kind {
 	KVD_KEEP_LISTEN,
 	KVD_KEEP_DEVICE,
 	KVD_KEEP_MOVER,
+	KVD_KEEP_POOL,
 	KVD_KEEP_KINDS
 };
 

@@ -109,10 +109,10 @@ KVT_TEST_T(extents_survive_with_the_keeper_alone, 60)
 	kill(w, SIGKILL);
 	ipc_wait(w);
 	kill_kvmd();
-	keeper = keeper_pid();
+	keeper = ipc_keeper_pid();
 	KVT_EXPECT(keeper > 0);
 	usleep(ALONE_US); /* nobody has the memory mapped, and no context is there */
-	KVT_EXPECT_EQ(keeper_pid(), keeper);
+	KVT_EXPECT_EQ(ipc_keeper_pid(), keeper);
 	again();
 	KVT_EXPECT_EQ(write(go[1], "x", 1), 1);
 	KVT_EXPECT_EQ(ipc_wait(r), 0);

@@ -364,7 +364,7 @@ KVT_TEST(o32_foreign_file_is_left_alone)
 	pid_t pid;
 
 	start();
-	kill(keeper_pid(), SIGKILL);
+	kill(ipc_keeper_pid(), SIGKILL);
 	kill_kvmd();
 	KVT_EXPECT(!unlink(kvmd.socket_path));
 	fd = open(kvmd.socket_path, O_CREAT | O_EXCL | O_RDWR, 0600);
@@ -408,20 +408,20 @@ KVT_TEST(killed_keeper_is_replaced_and_refilled)
 	p1 = ipc_pool(c1);
 	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, pages), 0);
 	fill(p1, pages[5].pfn, 5);
-	keeper = keeper_pid();
+	keeper = ipc_keeper_pid();
 	KVT_EXPECT(keeper > 0);
 	kill(keeper, SIGKILL);
 	expect_within(log_has("a new one holds everything"), 2000);
-	KVT_EXPECT(keeper_pid() > 0 && keeper_pid() != keeper);
+	KVT_EXPECT(ipc_keeper_pid() > 0 && ipc_keeper_pid() != keeper);
 	kill_kvmd();
 	again();
 	KVT_EXPECT_EQ(stat_of(p1).nr_active, 8);
 	KVT_EXPECT(ipc_passes(c1, p1, pages[5]) && filled(p1, pages[5].pfn, 5));
 	kvc_close(c1);
 	ipc_stop(&kvmd);
-	for (int i = 0; i < 1000 && keeper_pid(); i++)
+	for (int i = 0; i < 1000 && ipc_keeper_pid(); i++)
 		usleep(1000);
-	KVT_EXPECT_EQ(keeper_pid(), 0); /* a kvmd that ends takes its keeper along */
+	KVT_EXPECT_EQ(ipc_keeper_pid(), 0); /* a kvmd that ends takes its keeper along */
 }
 
 KVT_TEST(both_killed_is_a_cold_start)
@@ -435,7 +435,7 @@ KVT_TEST(both_killed_is_a_cold_start)
 	p1 = ipc_pool(c1);
 	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, pages), 0);
 	kill(kvmd.pid, SIGSTOP);
-	kill(keeper_pid(), SIGKILL);
+	kill(ipc_keeper_pid(), SIGKILL);
 	kill_kvmd();
 	again();
 	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, other), 0);

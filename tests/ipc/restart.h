@@ -73,37 +73,6 @@ static inline bool log_has(const char *text)
 	return found;
 }
 
-/* Keepers end with us: their command line names us. */
-static inline pid_t keeper_pid(void)
-{
-	char path[300], text[200], want[32];
-	DIR *dir = opendir("/proc");
-	struct dirent *d;
-	pid_t pid = 0;
-
-	snprintf(want, sizeof(want), "%d", getpid());
-	while (!pid && (d = readdir(dir))) {
-		const char *arg[4] = {NULL};
-		ssize_t n;
-		int fd, nr = 0;
-
-		snprintf(path, sizeof(path), "/proc/%s/cmdline", d->d_name);
-		fd = atoi(d->d_name) > 0 ? open(path, O_RDONLY) : -1;
-		n = fd >= 0 ? read(fd, text, sizeof(text) - 1) : -1;
-		if (fd >= 0)
-			close(fd);
-		for (ssize_t i = 0; i < n && nr < 4; i += (ssize_t)strlen(text + i) + 1) {
-			text[n] = 0;
-			arg[nr++] = text + i;
-		}
-		if (nr == 4 && !strcmp(arg[1], "--keeper-process") &&
-		    !strcmp(arg[3], want))
-			pid = atoi(d->d_name);
-	}
-	closedir(dir);
-	return pid;
-}
-
 static inline struct kv_stat stat_of(struct kvc_pool *pool)
 {
 	struct kv_stat s;

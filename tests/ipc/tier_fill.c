@@ -121,6 +121,54 @@ KVT_TEST(a_directory_that_is_not_there_is_waited_for)
 	finish();
 }
 
+/* How many descriptors of such memory a process has. */
+static u32 pools_of(pid_t pid)
+{
+	char path[64], link[96];
+	struct dirent *e;
+	u32 nr = 0;
+	ssize_t n;
+	DIR *d;
+
+	snprintf(path, sizeof(path), "/proc/%d/fd", pid);
+	d = opendir(path);
+	KVT_EXPECT(d);
+	while ((e = readdir(d))) {
+		n = readlinkat(dirfd(d), e->d_name, link, sizeof(link) - 1);
+		link[n > 0 ? n : 0] = 0;
+		nr += strstr(link, "kvmd-mover-pool") != NULL;
+	}
+	closedir(d);
+	return nr;
+}
+
+/* A killed kvmd's memory is freed by the next one, not by its own end, and stays nowhere. */
+KVT_TEST(memory_of_a_killed_kvmd_is_freed_by_the_next)
+{
+	pid_t k;
+
+	keeper = true;
+	begin(LARGE);
+	for (u32 i = 0; i < 4; i++) {
+		k = ipc_keeper_pid();
+		KVT_EXPECT(k > 1);
+		KVT_EXPECT_EQ(pools_of(k), 1);
+		kill(kvmd.pid, SIGKILL);
+		waitpid(kvmd.pid, NULL, 0);
+		KVT_EXPECT_EQ(pools_of(k), 1);
+		again();
+		expect_within(tiers_are("ready"), 10000);
+		KVT_EXPECT_EQ(pools_of(kvmd.pid), 1);
+	}
+	make_many(40);
+	KVT_EXPECT_EQ(fetch_all(40), 40 * SEQ_PAGES);
+	/* A keeper that died is given it again. */
+	kill(k, SIGKILL);
+	expect_within(ipc_keeper_pid() && ipc_keeper_pid() != k, 5000);
+	expect_within(pools_of(ipc_keeper_pid()) == 1, 5000);
+	finish();
+}
+
 /* Told to end while the thread is at it, or killed: nothing stays, nobody waits. */
 KVT_TEST(ends_while_the_tiers_memory_comes)
 {
