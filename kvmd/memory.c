@@ -178,11 +178,15 @@ static int open_auto(struct kvd *kvd, const struct kvd_config *config)
 		r = open_cuda(kvd, config, false);
 	if (!r && !auto_wait(kvd, config))
 		return 0;
+	/* No driver is a machine without a GPU; one that is no use is a fault. */
+	if (r == -ENOENT && !gpu_on_host()) {
+		snprintf(m->why, sizeof(m->why), "auto: no GPU driver (libcuda.so.1) here");
+		return open_host(kvd, config);
+	}
 	if (!m->why[0])
 		snprintf(m->why, sizeof(m->why), "auto: %.170s",
 			 text[0] ? text : strerror(-r));
-	/* No driver is a machine without a GPU; one that is no use is a fault. */
-	if (r && (r != -ENOENT || gpu_on_host()))
+	if (r)
 		snprintf(m->fault, sizeof(m->fault), "%s", m->why);
 	return open_host(kvd, config);
 }

@@ -77,6 +77,32 @@ KVT_TEST(a_good_file_says_what_it_means)
 	KVT_EXPECT_EQ(config.host_bytes, 8ull << 30);
 }
 
+/* The example of docs/operations.md, as it stands there. */
+KVT_TEST(policy_of_the_manual_is_good)
+{
+	char text[32768], *from, *to;
+	FILE *f = fopen("docs/operations.md", "r");
+	size_t n;
+
+	if (!f)
+		KVT_SKIP("not run from the top of the tree");
+	n = fread(text, 1, sizeof(text) - 1, f);
+	fclose(f);
+	text[n] = 0;
+	from = strstr(text, "```json\n");
+	KVT_EXPECT(from);
+	from += strlen("```json\n");
+	to = strstr(from, "```");
+	KVT_EXPECT(to);
+	*to = 0;
+	if (parse(from))
+		KVT_FAIL("%s", error);
+	KVT_EXPECT_EQ(config.nr_tenants, 3);
+	KVT_EXPECT_EQ(config.nr_domains, 2);
+	KVT_EXPECT_EQ(config.tenants[1].gpus[0].weight, 50);
+	KVT_EXPECT_EQ(config.tiers.nvme_bytes, 1ull << 40);
+}
+
 KVT_TEST(credentials_decide_the_tenant)
 {
 	KVT_EXPECT_EQ(parse(good), 0);
