@@ -31,7 +31,7 @@ enum routing { UNIFORM, ZIPF, SINGLE };
 static const uint32_t columns[NR_COLUMNS] = {1,	 2,   4,   8,	 16,   32,
 					     64, 128, 256, 1024, 2048, 4096};
 
-/* struct model - a layer and the stored figures of targets.md, one per column */
+/* struct model - a layer and the stored figures of peers, floors and targets, one per column */
 struct model {
 	const char *name;
 	uint32_t nr_experts, hidden, inter, group;
