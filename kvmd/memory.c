@@ -180,7 +180,8 @@ static int open_auto(struct kvd *kvd, const struct kvd_config *config)
 		return 0;
 	/* No driver is a machine without a GPU; one that is no use is a fault. */
 	if (r == -ENOENT && !gpu_on_host()) {
-		snprintf(m->why, sizeof(m->why), "auto: no GPU driver (libcuda.so.1) here");
+		snprintf(m->why, sizeof(m->why),
+			 "auto: no GPU driver (libcuda.so.1) here");
 		return open_host(kvd, config);
 	}
 	if (!m->why[0])
