@@ -34,7 +34,7 @@
 #define DETECT_NS (90 * KV_NSEC_PER_SEC)
 #define CONFIG                                                                           \
 	"{\"tenants\": [{\"name\": \"red\", \"uids\": [%u], \"gpus\": [{\"gpu\": \"*\"," \
-	" \"max\": \"1GiB\"}]}], \"tiers\": {\"dram\": {\"size\": \"32MiB\"}}}"
+	" \"max\": \"1GiB\"}]}], \"tiers\": {\"dram\": {\"size\": \"%uMiB\"}}}"
 
 enum event {
 	KILL_ENGINE,
@@ -75,15 +75,17 @@ struct scene {
 
 /* --------------------------------------------------------------------------- opening */
 
+/* The tier's memory: allocated at once, or while engines are served (ipc/filling.h). */
 static int config_write(struct scene *s)
 {
+	u32 mib = chaos_random(&s->random) & 1 ? 32 : 96;
 	FILE *f;
 
 	snprintf(s->config, sizeof(s->config), "/tmp/kvbench-soak-%d.json", getpid());
 	f = fopen(s->config, "w");
 	if (!f)
 		return -errno;
-	fprintf(f, CONFIG, getuid());
+	fprintf(f, CONFIG, getuid(), mib);
 	return fclose(f) ? -errno : 0;
 }
 
@@ -166,8 +168,9 @@ static int kill_engine(struct scene *s)
 static int again(struct scene *s)
 {
 	double ms;
+	int r = config_write(s);
 
-	return chaos_again(&s->kvmd, &ms);
+	return r ? r : chaos_again(&s->kvmd, &ms);
 }
 
 static void digests_count(struct scene *s)
