@@ -57,6 +57,7 @@
  * @as_root: it serves the host and has not given up root
  * @seccomp_error: why system calls are not filtered; 0: they are
  * @mover_program: started as the mover; NULL: this program
+ * @program: what an upgrade executes; NULL: it is not tried before
  * @faults: fault points to arm; NULL none, and the admin socket may not arm any
  */
 struct kvd_options {
@@ -82,6 +83,7 @@ struct kvd_options {
 	bool as_root;
 	int seccomp_error;
 	const char *mover_program;
+	const char *program;
 };
 
 /**

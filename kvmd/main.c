@@ -420,6 +420,7 @@ int main(int argc, char **argv)
 	}
 	n = readlink("/proc/self/exe", upgrade_path, sizeof(upgrade_path) - 1);
 	upgrade_path[n > 0 ? n : 0] = 0;
+	cmd.opt.program = upgrade_path;
 	cmd.opt.keeper = cmd.keeper < 0 ? !cmd.private_dir : cmd.keeper;
 	cmd.opt.keeper_die_with = cmd.die_with_parent ? parent : 0;
 	if (harden(&cmd))

@@ -300,7 +300,7 @@ int kvd_admin_version(struct kvd_admin_call *call)
 	return 0;
 }
 
-static bool is_dry_run(const struct kvd_admin_call *call)
+bool kvd_admin_dry_run(const struct kvd_admin_call *call)
 {
 	return cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(call->in, "dry_run")) &&
 	       !KV_MUTANT(dry_run_acts);
@@ -308,7 +308,7 @@ static bool is_dry_run(const struct kvd_admin_call *call)
 
 int kvd_admin_reload(struct kvd_admin_call *call)
 {
-	bool dry_run = is_dry_run(call);
+	bool dry_run = kvd_admin_dry_run(call);
 	u32 deferred = 0;
 	int r;
 
@@ -440,22 +440,5 @@ int kvd_admin_fault(struct kvd_admin_call *call)
 	kvd_admin_u64(call->out, "fired", kvd_fault_fired());
 	if (kvd_admin_get_u32(call, "fail_nth", &nth) > 0)
 		kvd_fault_fail_nth(nth);
-	return 0;
-}
-
-/* Ends this turn; main() executes the program again, which adopts from the keeper. */
-int kvd_admin_upgrade(struct kvd_admin_call *call)
-{
-	struct kvd *kvd = call->kvd;
-
-	if (!kvd->kept.image)
-		return kvd_admin_fail(call, -EOPNOTSUPP,
-				      "upgrade: started without a keeper");
-	cJSON_AddBoolToObject(call->out, "dry_run", is_dry_run(call));
-	if (!is_dry_run(call)) {
-		kvd->upgrade = true;
-		kvd->stop = true;
-	}
-	kvd_admin_hex(call->out, "table_epoch", kvd->table_epoch);
 	return 0;
 }

@@ -85,6 +85,10 @@ int kvd_admin_reload(struct kvd_admin_call *call);
 int kvd_admin_stat(struct kvd_admin_call *call);
 int kvd_admin_trace(struct kvd_admin_call *call);
 int kvd_admin_upgrade(struct kvd_admin_call *call);
+
+/** kvd_admin_dry_run() - is it only to be said? */
+bool kvd_admin_dry_run(const struct kvd_admin_call *call);
+
 int kvd_admin_fault(struct kvd_admin_call *call);
 
 #endif
