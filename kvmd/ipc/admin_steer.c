@@ -49,7 +49,7 @@ static int get_page(struct kvd_admin_call *call, struct kvd_pool **ret_pool, u32
 
 int kvd_admin_pin(struct kvd_admin_call *call)
 {
-	bool dry_run = flag(call, "dry_run");
+	bool dry_run = kvd_admin_dry_run(call);
 	struct kvd_pool *pool;
 	u32 pfn = 0, nr = 0;
 	int r;
@@ -71,7 +71,7 @@ int kvd_admin_pin(struct kvd_admin_call *call)
 
 int kvd_admin_unpin(struct kvd_admin_call *call)
 {
-	bool dry_run = flag(call, "dry_run");
+	bool dry_run = kvd_admin_dry_run(call);
 	struct kvd_pool *pool;
 	u32 pfn = 0, nr = 0;
 	int r;
@@ -93,7 +93,7 @@ int kvd_admin_unpin(struct kvd_admin_call *call)
 
 int kvd_admin_drain(struct kvd_admin_call *call)
 {
-	bool dry_run = flag(call, "dry_run"), off = flag(call, "off");
+	bool dry_run = kvd_admin_dry_run(call), off = flag(call, "off");
 	struct kvd_drained d;
 	struct kvd_tenant *t;
 	int r;
@@ -152,7 +152,7 @@ static int get_limits(struct kvd_admin_call *call, const struct kvd_tenant *t,
 
 int kvd_admin_limit(struct kvd_admin_call *call)
 {
-	bool dry_run = flag(call, "dry_run");
+	bool dry_run = kvd_admin_dry_run(call);
 	struct kvd_limits limits;
 	const char *field = "?";
 	enum kvd_steered what;
@@ -216,7 +216,7 @@ static u32 end_sessions(struct kvd *kvd, u64 id, const struct kvd_tenant *tenant
 
 int kvd_admin_revoke(struct kvd_admin_call *call)
 {
-	bool dry_run = flag(call, "dry_run");
+	bool dry_run = kvd_admin_dry_run(call);
 	struct kvd_tenant *t = NULL;
 	u32 id = 0, nr, pages = 0;
 	int r;
