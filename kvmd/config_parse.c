@@ -387,6 +387,15 @@ static int parse_pool(struct cfg_parser *p, const cJSON *object)
 	return cfg_each_field(p, object, known, parse_pool_field);
 }
 
+/* Of less than an extent nobody could have a page. */
+static int get_capacity(struct cfg_parser *p, const cJSON *item, u64 *ret)
+{
+	int r = cfg_get_size(p, item, ret);
+
+	return r || *ret >= EXTENT_BYTES_MIN ? r
+					     : cfg_fail(p, item, "must be at least 2MiB");
+}
+
 static int parse_root_field(struct cfg_parser *p, const cJSON *item)
 {
 	static const char *const checks[] = {"batch", "off", "strict"};
@@ -406,9 +415,9 @@ static int parse_root_field(struct cfg_parser *p, const cJSON *item)
 	if (!strcmp(item->string, "stall_ms"))
 		return cfg_get_uint(p, item, 1, STALL_MS_MAX, &c->stall_ms);
 	if (!strcmp(item->string, "host_bytes"))
-		return cfg_get_size(p, item, &c->host_bytes);
+		return get_capacity(p, item, &c->host_bytes);
 	if (!strcmp(item->string, "gpu_bytes"))
-		return cfg_get_size(p, item, &c->gpu_bytes);
+		return get_capacity(p, item, &c->gpu_bytes);
 	r = cfg_get_choice(p, item, stalls, 2, &v);
 	if (!r)
 		c->on_stall = v ? KVD_STALL_KILL : KVD_STALL_WARN;

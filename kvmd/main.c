@@ -227,8 +227,9 @@ static int set_value(struct cmdline *cmd, int id, const char *value)
 	case OPT_BACKEND:
 		return set_backend(opt, value);
 	case OPT_HOST_BYTES:
-		if (kvd_size_parse(value, &opt->host_bytes) || !opt->host_bytes)
-			return bad("--host-bytes", value, "not a size like 4GiB");
+		if (kvd_size_parse(value, &opt->host_bytes) || opt->host_bytes < 2u << 20)
+			return bad("--host-bytes", value,
+				   "not a size like 4GiB, of 2MiB at least");
 		return 0;
 	case OPT_GPU:
 		if (kvd_uuid_parse(value, opt->gpu_uuid))

@@ -265,6 +265,8 @@ KVT_TEST(bad_modes)
 		{"\"stall_ms\":\"1s\"", "stall_ms", "\"1s\""},
 		{"\"on_stall\":\"ignore\"", "on_stall", "\"ignore\""},
 		{"\"host_bytes\":\"lots\"", "host_bytes", "\"lots\""},
+		{"\"host_bytes\":4096", "host_bytes", "4096"},
+		{"\"gpu_bytes\":\"1MiB\"", "gpu_bytes", "2MiB"},
 		{"\"pool\":[]", "pool", "[]"},
 		{"\"pool\":{\"extent\":\"3MiB\"}", "pool.extent", "\"3MiB\""},
 		{"\"pool\":{\"extent\":\"1MiB\"}", "pool.extent", "\"1MiB\""},
