@@ -244,7 +244,7 @@ KVT_TEST(o02_importers_cache_without_end)
 {
 	static const char *const args[] = {"--host-bytes", "72MiB", NULL};
 	static struct kv_grant pages[2048];
-	int rounds = getenv("KVT_LONG") ? 10000 : 100;
+	int rounds = getenv("KVT_LONG") ? 10000 : ipc_on_card() ? 60 : 100;
 	struct fake_cuda_counts n;
 	struct kvc_pool *p[2];
 	unsigned most = 0;
@@ -328,7 +328,8 @@ KVT_TEST(o06_probe_that_pins)
 	KVT_EXPECT(fill(pool, pages, 8) == 8);
 	KVT_NOTE("memory was another pool's after %.1f ms",
 		 (double)(kv_now_ns() - t0) * 1e-6);
-	KVT_EXPECT(kv_now_ns() - t0 < 100000000ull);
+	/* a card may be shared with the tests beside this one */
+	KVT_EXPECT(kv_now_ns() - t0 < (ipc_on_card() ? 1000000000ull : 100000000ull));
 	kvc_close(idle);
 	stop();
 }
