@@ -2,9 +2,11 @@
 /* ipc/filling.c - see filling.h. */
 #include "kvmd/ipc/filling.h"
 
+#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/clock.h"
@@ -14,8 +16,23 @@
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
 
-#define RETRY_NS  (2 * KV_NSEC_PER_SEC)
-#define FILL_NICE 10
+#define RETRY_NS   (2 * KV_NSEC_PER_SEC)
+#define FILL_NICE  10
+#define FREE_BYTES (64ll << 20)
+
+/* Its holes can be told from its pages by nobody: the next one may find it half done. */
+static void free_old(struct kvd_filling *f, int fd)
+{
+	struct stat st;
+
+	if (fstat(fd, &st))
+		return;
+	for (off_t at = 0; at < st.st_size; at += FREE_BYTES)
+		if (__atomic_load_n(&f->stop, __ATOMIC_RELAXED) ||
+		    fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at,
+			      FREE_BYTES))
+			return;
+}
 
 static void fill_run(struct kvd_work *w)
 {
@@ -23,8 +40,8 @@ static void fill_run(struct kvd_work *w)
 
 	/* Engines and the loop come first; this thread does nothing else. */
 	setpriority(PRIO_PROCESS, (id_t)gettid(), FILL_NICE);
-	while (f->nr_old)
-		close(f->old[--f->nr_old]);
+	for (u32 i = 0; i < f->nr_old; i++)
+		free_old(f, f->old[i].fd);
 	if (f->fill)
 		f->result = kvd_mover_pool_fill(f->kvd->moving.mover, &f->stop);
 }
@@ -46,7 +63,15 @@ static void fill_done(struct kvd_work *w)
 	struct kvd *kvd = f->kvd;
 	int r = f->result;
 
-	if (f->stop || !f->fill)
+	if (f->stop)
+		return;
+	for (; f->nr_old; f->nr_old--) {
+		struct kvd_kept_fd *old = &f->old[f->nr_old - 1];
+
+		kvd_kept_del(kvd, &old->key);
+		close(old->fd);
+	}
+	if (!f->fill)
 		return;
 	if (kvd_fault(KVD_FAULT_tier_fill))
 		r = -ENOMEM;
@@ -129,10 +154,7 @@ void kvd_filling_take(struct kvd *kvd)
 
 		if (k->key.kind != KVD_KEEP_POOL || k->fd < 0)
 			continue;
-		/* First the keeper's: whoever closes the last one frees it. A put that is
-		 * answered comes before the thread is started. */
-		kvd_kept_del(kvd, &k->key);
-		f->old[f->nr_old++] = k->fd;
+		f->old[f->nr_old++] = *k;
 		k->fd = -1;
 	}
 }

@@ -10,7 +10,7 @@
  *
  * To free it takes a third of that, and a process that was killed is not gone before its
  * memory is: nobody starts the next kvmd so long. So the keeper holds it as well, and the
- * next kvmd's thread frees it. Its bytes are never used again: a dead kvmd's disk may still
+ * next kvmd's thread frees it, piece by piece, so that it can be killed as well. Its bytes are never used again: a dead kvmd's disk may still
  * write there (decisions 47).
  *
  * Thread rules: the loop thread only, but for the thread's own function.
@@ -20,6 +20,7 @@
 
 #include <stdbool.h>
 
+#include "kvmd/ipc/kept.h"
 #include "kvmd/ipc/loop.h"
 #include "kvmd/tier/work.h"
 
@@ -35,7 +36,7 @@ struct kvd;
  * @wanted: the pool is not all there yet
  * @worker: NULL: nobody is at it
  * @work, @fill, @result: of the thread; @stop: it shall give up
- * @old: [nr_old], memory of earlier kvmds, to be freed
+ * @old: [nr_old], memory of earlier kvmds, to be freed, and its names in the keeper
  * @next_ns: not before
  * @error: why the last try failed; "" there was none
  */
@@ -45,7 +46,7 @@ struct kvd_filling {
 	struct kvd_workers *worker;
 	struct kvd_watch watch;
 	struct kvd_work work;
-	int old[KVD_FILL_OLD];
+	struct kvd_kept_fd old[KVD_FILL_OLD];
 	u32 nr_old;
 	bool fill;
 	int result;
