@@ -396,6 +396,19 @@ static int state_text(struct kvd_admin_call *call, const char *path)
 	return r;
 }
 
+/* An operation by its name, a result with its sign: -EINVAL is not 2^64 - 22. */
+static void add_arg(cJSON *o, const char *name, u64 value)
+{
+	const struct kvd_op *op = strcmp(name, "opcode") ? NULL : kvd_op_row((u32)value);
+
+	if (op)
+		cJSON_AddStringToObject(o, "op", op->name);
+	else if (!strcmp(name, "result"))
+		cJSON_AddNumberToObject(o, name, (double)(s64)value);
+	else
+		kvd_admin_u64(o, name, value);
+}
+
 int kvd_admin_trace(struct kvd_admin_call *call)
 {
 	const cJSON *state = cJSON_GetObjectItemCaseSensitive(call->in, "state");
@@ -419,8 +432,8 @@ int kvd_admin_trace(struct kvd_admin_call *call)
 			      (call->kvd->now_ns - entries[i].time_ns) / 1000);
 		cJSON_AddStringToObject(o, "event", kvd_trace_name(entries[i].event));
 		for (k = 0; k < 3; k++)
-			kvd_admin_u64(o, kvd_trace_arg_name(entries[i].event, k),
-				      entries[i].args[k]);
+			add_arg(o, kvd_trace_arg_name(entries[i].event, k),
+				entries[i].args[k]);
 		cJSON_AddItemToArray(list, o);
 	}
 	free(entries);

@@ -570,9 +570,15 @@ static int trace_text(struct ctl *ctl, const cJSON *reply)
 	cJSON_ArrayForEach(e, list)
 	{
 		printf("%12.0f us ago  %-16s", ctl_num(e, "ago_us"), ctl_str(e, "event"));
-		cJSON_ArrayForEach(a, e) if (strcmp(a->string, "ago_us") &&
-					     strcmp(a->string, "event"))
-			printf(" %s=%.0f", a->string, ctl_num(e, a->string));
+		cJSON_ArrayForEach(a, e)
+		{
+			if (!strcmp(a->string, "ago_us") || !strcmp(a->string, "event"))
+				continue;
+			if (cJSON_IsString(a))
+				printf(" %s=%s", a->string, a->valuestring);
+			else
+				printf(" %s=%.0f", a->string, a->valuedouble);
+		}
 		printf("\n");
 	}
 	return CTL_OK;

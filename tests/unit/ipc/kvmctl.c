@@ -430,6 +430,11 @@ KVT_TEST(drain_limit_and_revoke_steer_a_tenant)
 	KVT_EXPECT_EQ(ctl("drain default -y"), 0);
 	KVT_EXPECT_HAS(out, "5 in use");
 	KVT_EXPECT_EQ(raw_alloc(&c, 1, KV_GFP_NOWAIT, g), KV_QUOTA);
+	KVT_EXPECT_EQ(ctl("trace"), 0);
+	KVT_EXPECT_HAS(out, "op=alloc result=2"); /* KV_QUOTA */
+	KVT_EXPECT_EQ(raw_alloc(&c, 0, KV_GFP_NOWAIT, g), -EINVAL);
+	KVT_EXPECT_EQ(ctl("trace"), 0);
+	KVT_EXPECT_HAS(out, "op=alloc result=-22");
 	KVT_EXPECT_EQ(ctl("status"), 7);
 	KVT_EXPECT_HAS(out, "TENANT_DRAINING");
 	KVT_EXPECT_EQ(ctl("drain default --off"), 0);
