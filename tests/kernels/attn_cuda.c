@@ -124,6 +124,28 @@ KVT_TEST_T(long_requests_are_split_and_merged, 120)
 	check_long(&l, 64);
 }
 
+/* From nothing in the pages and nobody asking to the longest context there is. */
+KVT_TEST_T(lengths_from_none_to_131072, 120)
+{
+	static const u32 lengths[] = {0, 131072, 1, 0, 19999, 64, 4097},
+			 q[] = {0, 2, 1, 0, 1, 1, 4};
+	static const u32 heads[] = {12, 8, 64, 8};
+	struct kv_layout l[] = {kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 1, 128),
+				kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1),
+				kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1),
+				kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 1)};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(l); i++) {
+		struct world w;
+
+		world_init(&w, &l[i], heads[i], 2432, lengths, q, KV_ARRAY_SIZE(q));
+		run_device(&w, 0, false);
+		run_host(&w, heads[i], 0);
+		expect_close(&w, "0 to 131072 heads/kind", heads[i], l[i].kind, 1e-3);
+		world_fini(&w);
+	}
+}
+
 /* Scores and scales grow along the context by far more than the slack of a reference. */
 KVT_TEST_T(references_rise_along_the_context, 120)
 {
