@@ -114,7 +114,7 @@ KVK_DEV void append_plane(const struct append_params &p, u32 t, u32 plane)
 }
 
 template <bool E4M3, bool TOKEN>
-__global__ void __launch_bounds__(32 * (MLA_TOKENS + 1))
+__global__ void __launch_bounds__(32 * (MLA_TOKENS + 1), 4)
 	append_mla_kernel(const __grid_constant__ struct append_params p)
 {
 	const u32 warp = threadIdx.x / 32, t = blockIdx.x * MLA_TOKENS;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(32 * (MLA_TOKENS + 1))
 
 /* N tokens of a warp, latents and ropes: all of them are on their way before their places. */
 template <u32 N, bool E4M3, bool TOKEN>
-__global__ void __launch_bounds__(32 * APPEND_WARPS)
+__global__ void __launch_bounds__(32 * APPEND_WARPS, 4)
 	append_mla_run_kernel(const __grid_constant__ struct append_params p)
 {
 	const struct kv_layout &l = p.a.pages.layout;
@@ -159,55 +159,61 @@ __global__ void __launch_bounds__(32 * APPEND_WARPS)
 }
 
 /*
- * N tokens of a warp, in 32 / LANES planes: K and V of head 0, of head 1, ... The warps of a CTA
- * take the planes of the same tokens, whose values are neighbours; a warp's own slots are
- * neighbours in the page.
+ * N tokens of a warp, in 32 / LANES planes: K and V of head 0, of head 1, ... A CTA has 2^split
+ * neighbouring warps of the same tokens, whose values are neighbours; a warp's own slots are
+ * neighbours in the page. grid: (runs of tokens, groups of planes)
  */
-template <u32 LANES, u32 N, bool E4M3, bool TOKEN>
-__global__ void __launch_bounds__(32 * APPEND_WARPS)
+template <u32 LANES, u32 CHUNKS, u32 N, bool E4M3, bool TOKEN>
+__global__ void __launch_bounds__(32 * APPEND_WARPS, 4)
 	append_gqa_kernel(const __grid_constant__ struct append_params p)
 {
-	const u32 lane = threadIdx.x % 32, nr = p.a.batch.nr_tokens;
-	const u32 warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-	const u32 groups = (p.nr_planes + 32 / LANES - 1) / (32 / LANES);
-	const u32 t = warp / groups * N, left = t < nr ? nr - t : 0;
-	const u32 plane = warp % groups * (32 / LANES) + lane / LANES;
+	const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+	const u32 run = blockIdx.x * (APPEND_WARPS >> p.split) + (warp >> p.split);
+	const u32 group = (blockIdx.y << p.split) + (warp & ((1u << p.split) - 1));
+	const u32 nr = p.a.batch.nr_tokens, t = run * N, left = t < nr ? nr - t : 0;
+	const u32 plane = group * (32 / LANES) + lane / LANES;
 	const bool in = plane < p.nr_planes;
 	const struct dev_plane pl =
 		dev_plane_get(&p.a.pages.layout, p.a.layer, in ? plane : 0);
 	const struct kvk_quant fixed = fast_fixed<E4M3, TOKEN>(p.a.pages.scales, pl);
-	struct fast_values<1> x[N];
+	struct fast_values<CHUNKS> x[N];
 	struct append_place at;
 
 	static_assert(N <= LANES, "a lane of the plane for each scale");
 	dev_grid_launch();
 	dev_grid_wait();
-	fast_read_run<LANES, 1, N>(x, append_src(p, t, plane, LANES * 8),
-				   p.nr_planes * LANES * 8, in ? left : 0);
+	fast_read_run<LANES, CHUNKS, N>(x, append_src(p, t, plane, LANES * CHUNKS * 8),
+					p.nr_planes * LANES * CHUNKS * 8, in ? left : 0);
 	place_find(p, t + lane % N, &at);
-	append_nan(p, fast_store_run<LANES, 1, N, E4M3, TOKEN>(place_part(p, at), at.slot,
-							       0, pl, x, fixed, in));
+	append_nan(p, fast_store_run<LANES, CHUNKS, N, E4M3, TOKEN>(
+			      place_part(p, at), at.slot, 0, pl, x, fixed, in));
 }
 
-template <u32 LANES, u32 N, bool E4M3, bool TOKEN>
-static void append_gqa_launch(const struct append_params &p, kvk_stream stream)
+template <u32 LANES, u32 CHUNKS, u32 N, bool E4M3, bool TOKEN>
+static void append_gqa_launch(struct append_params p, kvk_stream stream)
 {
-	const u64 groups = (p.nr_planes + 32 / LANES - 1) / (32 / LANES);
-	const u64 warps = (p.a.batch.nr_tokens + N - 1) / N * groups;
+	const u32 groups = (p.nr_planes + 32 / LANES - 1) / (32 / LANES);
+	u32 tokens;
 
-	DEV_LAUNCH_EARLY((append_gqa_kernel<LANES, N, E4M3, TOKEN>),
-			 (u32)((warps + APPEND_WARPS - 1) / APPEND_WARPS),
+	p.split = groups >= 4 ? 2 : groups >= 2 ? 1 : 0;
+	tokens = (APPEND_WARPS >> p.split) * N;
+	DEV_LAUNCH_EARLY((append_gqa_kernel<LANES, CHUNKS, N, E4M3, TOKEN>),
+			 dim3((p.a.batch.nr_tokens + tokens - 1) / tokens,
+			      (groups + (1u << p.split) - 1) >> p.split),
 			 32 * APPEND_WARPS, stream, p);
 }
 
-/* 32,768 tokens of 8 heads, one, four or eight of a warp: 110, 66, 60 us; 256: 2.8, 3.0, 3.5. */
-template <u32 LANES, bool E4M3, bool TOKEN>
+/*
+ * N tokens of a warp, by us of 256 and of 32,768 tokens of 8 heads in FP8: planes of 16 lanes one
+ * 2.33, eight 58.4, four 61.3; of 8 lanes one 2.23, two 55.5, four 55.0.
+ */
+template <u32 LANES, u32 CHUNKS, u32 MANY, bool E4M3, bool TOKEN>
 static void append_gqa_choose(const struct append_params &p, kvk_stream stream)
 {
 	if (p.a.batch.nr_tokens < GQA_MANY_FROM)
-		append_gqa_launch<LANES, 1, E4M3, TOKEN>(p, stream);
+		append_gqa_launch<LANES, CHUNKS, 1, E4M3, TOKEN>(p, stream);
 	else
-		append_gqa_launch<LANES, 8, E4M3, TOKEN>(p, stream);
+		append_gqa_launch<LANES, CHUNKS, MANY, E4M3, TOKEN>(p, stream);
 }
 
 template <bool E4M3, bool TOKEN>
@@ -219,9 +225,9 @@ static void append_fast_launch(const struct append_params &p, u32 shape,
 	const u32 nr = p.a.batch.nr_tokens, tokens = APPEND_WARPS * RUN;
 
 	if (shape == FAST_GQA64)
-		append_gqa_choose<8, E4M3, TOKEN>(p, stream);
+		append_gqa_choose<8, 1, 8, E4M3, TOKEN>(p, stream);
 	else if (shape == FAST_GQA128)
-		append_gqa_choose<16, E4M3, TOKEN>(p, stream);
+		append_gqa_choose<8, 2, 4, E4M3, TOKEN>(p, stream);
 	else if (nr < MLA_MANY_FROM)
 		DEV_LAUNCH_EARLY((append_mla_kernel<E4M3, TOKEN>),
 				 (nr + MLA_TOKENS - 1) / MLA_TOKENS,

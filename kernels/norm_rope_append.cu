@@ -178,7 +178,7 @@ KVK_DEV uint4 rotated(const struct enter_params &p, const uint4 &x,
 
 KVK_DEV const float *turn_row(const struct enter_params &p, u32 t)
 {
-	return p.cos_sin + (size_t)p.positions[t] * p.rope_dim;
+	return p.cos_sin + (size_t)load_now(p.positions + t) * p.rope_dim;
 }
 
 /* ---------------------------------------------------------------------------------- queries */
@@ -273,12 +273,14 @@ KVK_DEV void enter_key_rope(const struct enter_params &p, u32 t)
 	struct fast_coded<1> coded;
 	struct append_place at;
 	struct enter_turn turn;
+	const float *row;
 	u8 *part;
 
 	dev_grid_wait();
 	fast_read<8, 1>(x, p.kv + (size_t)t * 1152 + 1024, in);
-	turn = turn_read<8>(p, threadIdx.x % 8, turn_row(p, in ? t : 0), true);
+	row = turn_row(p, in ? t : 0);
 	place_find(p.ap, t, &at);
+	turn = turn_read<8>(p, threadIdx.x % 8, row, true);
 	x.v[0] = rotated(p, x.v[0], turn);
 	fast_encode<8, 1, E4M3, TOKEN>(coded, x, fixed);
 	part = place_part(p.ap, at);
@@ -329,13 +331,15 @@ KVK_DEV void enter_keys(const struct enter_params &p, u32 warp)
 	struct fast_values<1> x;
 	struct fast_coded<1> coded;
 	struct enter_turn turn;
+	const float *row;
 	uint4 normed;
 	u8 *part;
 
 	dev_grid_wait();
 	fast_read<LANES, 1>(x, append_src(p.ap, t, plane, LANES * 8), in);
-	turn = turn_read<LANES>(p, l, turn_row(p, in ? t : 0), plane % 2 == 0);
+	row = turn_row(p, in ? t : 0);
 	place_find(p.ap, in ? t : p.ap.a.batch.nr_tokens, &at);
+	turn = turn_read<LANES>(p, l, row, plane % 2 == 0);
 	normed = scaled(x.v[0], w,
 			norm_inverse(squares<LANES>(x.v[0]), LANES * 8, p.k_eps));
 	x.v[0] = rotated(p, weight ? normed : x.v[0], turn);
