@@ -9,125 +9,163 @@
 
 /* --------------------------------------------------------------------- 2. all mass; the bracket */
 
-/* The sum of all masses; by warp in part.warp_mass, and counted in part.count if @bins. */
+/* The sum of all masses; by warp in part.warp_mass, or counted in part.count if @bins. */
 template <u32 W>
 KVK_DEV u64 wide_total(struct wide_shared<W> &sh, const struct wide_row &row, bool bins)
 {
-	u64 mass = 0, none = 0;
+	u64 mass = 0;
+	const auto take = [&](float v) {
+		mass += wide_mass(row, v);
+		if (bins)
+			atomicAdd(&sh.part.count[wide_bin(row, v)], 1u);
+	};
 
 	for (u32 b = threadIdx.x; b < WIDE_BINS; b += W * 32)
 		sh.part.count[b] = 0;
 	__syncthreads();
-	wide_each(row, [&](float v, u32, u32) {
-		mass += wide_mass(row, v);
-		if (bins)
-			atomicAdd(&sh.part.count[wide_bin(row, v)], 1u);
+	wide_each(row, [&](float4 v, u32) {
+		take(v.x);
+		take(v.y);
+		take(v.z);
+		take(v.w);
 	});
-	wide_sums(sh, mass, none, bins ? NULL : sh.part.warp_mass);
+	wide_put_sum(sh, 0, mass, bins ? NULL : sh.part.warp_mass);
+	__syncthreads();
+	if (threadIdx.x < 32)
+		mass = wide_cta_sum64(sh, 0);
 	if (threadIdx.x == 0)
 		sh.part.total = mass;
 	tile_cluster_sync();
-	return wide_sum64(&sh.part.total, row.ctas);
+	return wide_all_sum64(&sh.part.total, row.ctas);
 }
 
-/* What the threads before this one have, and it itself, of @v: in sums of floats. */
-KVK_DEV float wide_scan(float *by_warp, float v)
+/* What the threads before this one have of @v, in sums of floats; a barrier. */
+template <u32 W> KVK_DEV float2 wide_scan(struct wide_shared<W> &sh, float2 v)
 {
 	const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-	float before = 0;
+	float2 sum = v, before;
 
 	for (u32 d = 1; d < 32; d <<= 1) {
-		const float w = __shfl_up_sync(~0u, v, d);
+		const float x = __shfl_up_sync(~0u, sum.x, d);
+		const float y = __shfl_up_sync(~0u, sum.y, d);
 
 		if (lane >= d)
-			v += w;
+			sum.x += x, sum.y += y;
 	}
-	if (lane == 31)
-		by_warp[warp] = v;
+	if (lane == 31) {
+		sh.w32[0][warp] = sum.x;
+		sh.w32[1][warp] = sum.y;
+	}
 	__syncthreads();
-	for (u32 w = 0; w < warp; w++)
-		before += by_warp[w];
-	return before + v;
+	before.x = dev_warp_sum(lane < warp ? sh.w32[0][lane] : 0.0f);
+	before.y = dev_warp_sum(lane < warp ? sh.w32[1][lane] : 0.0f);
+	return make_float2(before.x + sum.x - v.x, before.y + sum.y - v.y);
 }
 
 /*
- * sh.first .. sh.last: bins between which the cut is, if bounds hold. By the likeliest mass that its
- * logits can have a bin may end @want at the earliest, by the least at the latest.
+ * sh.first .. sh.last: bins between which the cut most probably is. A logit's place in its bin is
+ * taken for random: so the mass up to a bin's end is known within four standard deviations. (By
+ * bounds that always hold it is known by 3 %, and ten times as many logits are between them.)
  */
 template <u32 W>
 KVK_DEV void wide_bracket(struct wide_shared<W> &sh, const struct wide_row &row, u64 want)
 {
-	const float target = (float)want / row.unit, fall = expf(-1.0f / WIDE_FINE);
 	const u32 per = WIDE_BINS / (W * 32), b = threadIdx.x * per; /* 2 or 1 */
-	const float n0 = (float)wide_sum32(&sh.part.count[b], row.ctas);
-	const float n1 =
-		per == 2 ? (float)wide_sum32(&sh.part.count[b + 1], row.ctas) : 0;
-	const float m = expf(-(float)b / WIDE_FINE);
-	/* the last bin has all that is less likely */
-	const float most1 = n1 * m * fall,
-		    least1 = b + per == WIDE_BINS ? 0 : most1 * fall,
-		    least0 = b + 1 == WIDE_BINS ? 0 : n0 * m * fall;
-	float most, least;
+	const float target = (float)want / row.unit, fall = expf(-1.0f / WIDE_FINE);
+	float2 sum[per], before, all = make_float2(0, 0);
+	float most = expf(-(float)b / WIDE_FINE); /* mass of one */
 
+#pragma unroll
+	for (u32 i = 0; i < per; i++, most *= fall) {
+		const u32 top = b + i == 0; /* the largest one, which has mass 1 */
+		const float n =
+			(float)(wide_sum32(&sh.part.count[b + i], row.ctas) - top);
+
+		sum[i] = make_float2(n * most * WIDE_MEAN + (float)top,
+				     n * most * most * WIDE_VAR);
+		all.x += sum[i].x, all.y += sum[i].y;
+	}
 	if (threadIdx.x == 0)
 		sh.first = sh.last = WIDE_BINS - 1;
-	most = wide_scan(sh.w32[0], n0 * m + most1) * (1 + WIDE_SLACK);
-	least = wide_scan(sh.w32[1], least0 + least1) * (1 - WIDE_SLACK);
-	if (most >= target)
-		atomicMin(&sh.first,
-			  most - most1 * (1 + WIDE_SLACK) >= target ? b : b + 1);
-	if (least >= target)
-		atomicMin(&sh.last, least - least1 >= target ? b : b + 1);
+	before = wide_scan(sh, all);
+#pragma unroll
+	for (u32 i = 0; i < per; i++) {
+		before.x += sum[i].x, before.y += sum[i].y;
+
+		const float off = 4 * sqrtf(before.y) + WIDE_SLACK * before.x;
+
+		if (before.x + off >= target)
+			atomicMin(&sh.first, b + i);
+		if (before.x - off >= target)
+			atomicMin(&sh.last, b + i);
+	}
 	__syncthreads();
 }
 
 /* ------------------------------------------------------------------------------- 3. 4. the cut */
 
-/* Bits of the logits in bins first .. last, their keys, and the exact mass above. Is the cut there? */
+/* A key in the bracket; of more than there is room for, their number. */
+template <u32 W> KVK_DEV void wide_list(struct wide_shared<W> &sh, u32 key)
+{
+	const u32 at = atomicAdd(&sh.part.listed, 1u);
+
+	if (at < WIDE_LIST)
+		sh.part.list[at] = key;
+}
+
+/*
+ * The bracket, bins first .. last: bits and list of its logits, the exact mass of those above. Is
+ * the cut there? @cut.hi: a key above all of the bracket's.
+ */
 template <u32 W>
 KVK_DEV bool wide_enter(struct wide_shared<W> &sh, struct wide_row &row,
 			struct wide_cut &cut, u32 first, u32 last)
 {
-	u64 above = 0, inside = 0;
-	u32 lo = ~0u, hi = 0;
+	const float hi = first ? row.max - (float)first / row.fine
+			       : sample_logit(sample_key(row.max) + 1);
+	/* the last bin has all that is less likely, but what has no mass */
+	const float lo = last < WIDE_BINS - 1 ? row.max - (float)(last + 1) / row.fine
+					      : WIDE_LEAST;
+	u64 above = 0, inside = 0, left = 0;
 
-	row.inside = 0;
-	if (threadIdx.x == 0) {
-		sh.part.key_min = ~0u;
-		sh.part.key_max = 0;
-	}
-	wide_each(row, [&](float v, u32 bit, u32) {
-		const u32 bin = wide_bin(row, v);
+	cut.lo = sample_key(lo);
+	cut.hi = sample_key(hi);
+	if (threadIdx.x == 0)
+		sh.part.listed = 0;
+	__syncthreads();
+	wide_each(row, [&](float4 v, u32 s) {
+		const u32 four = (v.x >= lo) | (v.y >= lo) << 1 | (v.z >= lo) << 2 |
+				 (v.w >= lo) << 3;
 
-		if (bin < first) {
-			above += wide_mass(row, v);
-		} else if (bin <= last) {
-			inside += wide_mass(row, v);
-			row.inside |= 1ull << bit;
-			lo = min(lo, sample_key(v));
-			hi = max(hi, sample_key(v));
+		left |= (u64)four << (s * 4);
+	});
+	row.inside = left;
+	wide_inside(row, [&](float v, u32 bit) {
+		const u64 mass = wide_mass(row, v);
+
+		if (v >= hi) {
+			above += mass;
+			left ^= 1ull << bit;
+		} else {
+			inside += mass;
+			wide_list(sh, sample_key(v));
 		}
 	});
-	wide_sums(sh, above, inside, sh.part.warp_mass);
-	lo = ~dev_warp_max(~lo);
-	hi = dev_warp_max(hi);
-	if (threadIdx.x % 32 == 0) {
-		atomicMin(&sh.part.key_min, lo);
-		atomicMax(&sh.part.key_max, hi);
+	row.inside = left;
+	wide_put_sum(sh, 0, above, sh.part.warp_mass);
+	wide_put_sum(sh, 1, inside, NULL);
+	__syncthreads();
+	if (threadIdx.x < 32) {
+		above = wide_cta_sum64(sh, 0);
+		inside = wide_cta_sum64(sh, 1);
 	}
 	if (threadIdx.x == 0) {
 		sh.part.above = above;
 		sh.part.inside = inside;
 	}
 	tile_cluster_sync();
-	cut.above = wide_sum64(&sh.part.above, row.ctas);
-	inside = wide_sum64(&sh.part.inside, row.ctas);
-	cut.lo = ~0u;
-	cut.hi = 0;
-	for (u32 c = 0; c < row.ctas; c++) {
-		cut.lo = min(cut.lo, wide_get32(&sh.part.key_min, c));
-		cut.hi = max(cut.hi, wide_get32(&sh.part.key_max, c));
-	}
+	cut.above = wide_all_sum64(&sh.part.above, row.ctas);
+	inside = wide_all_sum64(&sh.part.inside, row.ctas);
 	return cut.above < cut.want && cut.above + inside >= cut.want;
 }
 
@@ -165,16 +203,76 @@ KVK_DEV void wide_add(u64 *p, u64 v)
 	atomicAdd((unsigned long long *)p, (unsigned long long)v);
 }
 
-/* cut.lo becomes the key of the cut, cut.above the mass of larger ones. */
+/* How a round divides keys lo .. hi: @return bits of a part. */
+KVK_DEV u32 wide_shift(const struct wide_cut &cut)
+{
+	const u32 bits = 32 - (u32)__clz((int)(cut.hi - cut.lo));
+
+	return bits > 8 ? bits - 8 : 0;
+}
+
+/* Behind a round: sh.bins has the masses of its parts. */
+template <u32 W>
+KVK_DEV void wide_take(struct wide_shared<W> &sh, struct wide_cut &cut, u32 shift)
+{
+	if (threadIdx.x < 32)
+		wide_choose(sh, cut);
+	__syncthreads();
+	cut.lo += sh.chosen << shift;
+	cut.hi = min(cut.hi, cut.lo + ((1u << shift) - 1));
+	cut.above = sh.above;
+}
+
+/*
+ * cut.lo becomes the key of the cut, cut.above the mass of larger ones: by each CTA for itself, of
+ * the keys that all of them have listed, one of a thread. False: they are too many.
+ */
+template <u32 W>
+KVK_DEV bool wide_narrow_list(struct wide_shared<W> &sh, const struct wide_row &row,
+			      struct wide_cut &cut)
+{
+	const u32 nr = wide_get_all32(&sh.part.listed, row.ctas);
+	u32 all = 0, most = 0, rank = WIDE_CTAS, at = 0, key = 0;
+	u64 mass = 0;
+
+#pragma unroll
+	for (u32 c = 0; c < WIDE_CTAS; c++) {
+		const u32 n = __shfl_sync(~0u, nr, (int)c);
+
+		if (threadIdx.x >= all && threadIdx.x < all + n)
+			rank = c, at = threadIdx.x - all;
+		all += n;
+		most = max(most, n);
+	}
+	if (most > WIDE_LIST || all > W * 32)
+		return false;
+	if (rank < WIDE_CTAS) {
+		key = wide_get32(&sh.part.list[at], rank);
+		mass = wide_mass(row, sample_logit(key));
+	}
+#pragma unroll 1
+	for (u32 round = 0; round < WIDE_ROUNDS && cut.lo < cut.hi; round++) {
+		const u32 shift = wide_shift(cut);
+
+		if (threadIdx.x < WIDE_PARTS)
+			sh.bins[threadIdx.x] = 0;
+		__syncthreads();
+		if (mass && key >= cut.lo && key <= cut.hi)
+			wide_add(&sh.bins[(key - cut.lo) >> shift], mass);
+		__syncthreads();
+		wide_take(sh, cut, shift);
+	}
+	return true;
+}
+
+/* The same where they are too many: by all CTAs, each with its own logits. */
 template <u32 W>
 KVK_DEV void wide_narrow(struct wide_shared<W> &sh, const struct wide_row &row,
 			 struct wide_cut &cut)
 {
-	/* a bracket of equal logits is narrow enough */
+#pragma unroll 1
 	for (u32 round = 0; round < WIDE_ROUNDS && cut.lo < cut.hi; round++) {
-		const u32 wide = cut.hi - cut.lo;
-		const u32 bits = 32 - (u32)__clz((int)wide),
-			  shift = bits > 8 ? bits - 8 : 0;
+		const u32 shift = wide_shift(cut);
 		u64 *mass = sh.part.mass[round % 2], own = 0;
 		u32 at = 0;
 
@@ -197,12 +295,7 @@ KVK_DEV void wide_narrow(struct wide_shared<W> &sh, const struct wide_row &row,
 		if (threadIdx.x < WIDE_PARTS)
 			sh.bins[threadIdx.x] = wide_sum64(&mass[threadIdx.x], row.ctas);
 		__syncthreads();
-		if (threadIdx.x < 32)
-			wide_choose(sh, cut);
-		__syncthreads();
-		cut.lo += sh.chosen << shift;
-		cut.hi = min(cut.hi, cut.lo + ((1u << shift) - 1));
-		cut.above = sh.above;
+		wide_take(sh, cut, shift);
 	}
 }
 

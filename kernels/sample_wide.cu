@@ -9,12 +9,18 @@
  *
  *	1. largest logit
  *	2. sum of all masses, and how many logits lie in each of 1,024 bins that get less likely
- *	   by 3 % a bin. A bin's count bounds its mass: so the logit at which top-p cuts must be
- *	   in one of a few bins, the bracket
- *	3. the exact mass above the bracket; each thread keeps a bit for each of its logits inside
- *	4. the cut itself: the bracket's range of keys in 256 parts, the part with the cut in 256
- *	   again, at most four times
+ *	   by 3 % a bin. The counts tell in which few bins the logit most probably is at which
+ *	   top-p cuts: the bracket
+ *	3. the exact mass above the bracket and in it, which says whether the cut is there (if not,
+ *	   everything is the bracket); each thread keeps a bit for each of its logits inside, and
+ *	   their keys are listed
+ *	4. the cut itself, by each CTA of all lists: the bracket's range of keys in 256 parts, the
+ *	   part with the cut in 256 again, at most four times. More keys than threads: by all CTAs,
+ *	   each of its own logits
  *	5. kept mass and logits at the cut of every warp: the draw's warp, and there its id
+ *
+ * What costs is instructions: 32 warps on an SM execute all of it, so what one warp or one lane can
+ * do for all is done there.
  */
 #include "kernels/moe_ptx.cuh"
 #include "kernels/sample_cut.cuh"
@@ -45,13 +51,17 @@ KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared<W> &sh,
 			if (s >= row.steps)
 				break;
 			*(float4 *)(mine + s * WIDE_STEP) = v[k];
-			bad |= kvk_is_nan(v[k].x) | kvk_is_nan(v[k].y) |
-			       kvk_is_nan(v[k].z) | kvk_is_nan(v[k].w);
-			/* behind the row's end lies -INFINITY, with ids that lose */
-			sample_best(top, id, v[k].x, at);
-			sample_best(top, id, v[k].y, at + 1);
-			sample_best(top, id, v[k].z, at + 2);
-			sample_best(top, id, v[k].w, at + 3);
+			bad |= v[k].x != v[k].x || v[k].y != v[k].y || v[k].z != v[k].z ||
+			       v[k].w != v[k].w;
+			/* ids ascend; behind the row's end lies -INFINITY */
+			if (v[k].x > top)
+				top = v[k].x, id = at;
+			if (v[k].y > top)
+				top = v[k].y, id = at + 1;
+			if (v[k].z > top)
+				top = v[k].z, id = at + 2;
+			if (v[k].w > top)
+				top = v[k].w, id = at + 3;
 		}
 	}
 	wide_warp_best(top, id);
@@ -70,18 +80,16 @@ template <u32 W>
 KVK_DEV void wide_all_best(struct wide_shared<W> &sh, struct wide_row &row,
 			   struct wide_best *b)
 {
+	const u32 c = threadIdx.x % WIDE_CTAS;
+
 	if (threadIdx.x == 0)
 		sh.part.best = *b;
 	tile_cluster_sync();
-	b->id = ~0u;
-	b->bad = 0;
-	row.max = -INFINITY;
-	for (u32 c = 0; c < row.ctas; c++) {
-		sample_best(row.max, b->id,
-			    kvk_bits_f32(wide_get32(&sh.part.best.top, c)),
-			    wide_get32(&sh.part.best.id, c));
-		b->bad |= wide_get32(&sh.part.best.bad, c);
-	}
+	b->id = c < row.ctas ? wide_get32(&sh.part.best.id, c) : ~0u;
+	row.max =
+		c < row.ctas ? kvk_bits_f32(wide_get32(&sh.part.best.top, c)) : -INFINITY;
+	b->bad = __ballot_sync(~0u, wide_get_all32(&sh.part.best.bad, row.ctas));
+	wide_warp_best(row.max, b->id);
 	b->id = b->id < row.vocab ? b->id : 0;
 }
 
@@ -92,7 +100,12 @@ KVK_DEV double wide_exp_sum(struct wide_shared<W> &sh, const struct wide_row &ro
 	float sum = 0;
 	double all = 0;
 
-	wide_each(row, [&](float v, u32, u32) { sum += expf(v - row.max); });
+	wide_each(row, [&](float4 v, u32) {
+		sum += expf(v.x - row.max);
+		sum += expf(v.y - row.max);
+		sum += expf(v.z - row.max);
+		sum += expf(v.w - row.max);
+	});
 	sum = dev_warp_sum(sum);
 	if (threadIdx.x % 32 == 0)
 		sh.w32[1][threadIdx.x / 32] = sum;
@@ -267,15 +280,21 @@ KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, struct wide_row &row, float top
 	const bool all = !(top_p < 1.0f);
 	struct wide_cut cut = {};
 	u64 total = wide_total(sh, row, !all), one = 0, mass = 0, cuts = 0;
+	u32 first, last;
 
 	if (!all) {
 		cut.want = (u64)ceil((double)top_p * (double)total);
 		wide_bracket(sh, row, cut.want);
-		if (!wide_enter(sh, row, cut, sh.first, sh.last)) {
+		first = sh.first;
+		last = sh.last;
+#pragma unroll 1
+		while (!wide_enter(sh, row, cut, first, last) && (first || ~last)) {
 			tile_cluster_sync(); /* the first try's words have been read */
-			(void)wide_enter(sh, row, cut, 0, WIDE_BINS - 1);
+			first = 0;
+			last = ~0u; /* everything */
 		}
-		wide_narrow(sh, row, cut);
+		if (!wide_narrow_list(sh, row, cut))
+			wide_narrow(sh, row, cut);
 		one = wide_mass(row, sample_logit(cut.lo));
 		wide_inside(row, [&](float v, u32) {
 			const u32 key = sample_key(v);
@@ -309,7 +328,12 @@ KVK_DEV float wide_cta_sum(struct wide_shared<W> &sh, const struct wide_row &row
 	float sum = 0;
 
 	/* where nothing is finite there is nothing to add */
-	wide_each(row, [&](float v, u32, u32) { sum += expf(v - top); });
+	wide_each(row, [&](float4 v, u32) {
+		sum += expf(v.x - top);
+		sum += expf(v.y - top);
+		sum += expf(v.z - top);
+		sum += expf(v.w - top);
+	});
 	sum = dev_warp_sum(sum);
 	if (threadIdx.x % 32 == 0)
 		sh.w32[1][threadIdx.x / 32] = sum;

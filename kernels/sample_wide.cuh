@@ -19,10 +19,15 @@
 #define WIDE_MOST      20480u /* logits of a CTA: two CTAs on an SM */
 #define WIDE_AT_ONCE   216u /* CTAs: two an SM, where their clusters find room in a GPC */
 #define WIDE_BINS      1024u
-#define WIDE_FINE      32.0f /* bins of a factor e */
+#define WIDE_FINE      32.0f	      /* bins of a factor e */
+#define WIDE_LEAST     -3.4028235e38f /* the least number */
 #define WIDE_PARTS     256u
 #define WIDE_ROUNDS    4u
-#define WIDE_SLACK     0.001f /* of a bound: more than float sums are wrong by */
+#define WIDE_LIST      512u	/* logits of a CTA in the bracket that are listed */
+#define WIDE_MEAN      0.98454f /* a bin's mean mass of its largest: 32 (1 - e^(-1/32)) */
+#define WIDE_VAR \
+	8.14e-5f /* 1 / (12 * 32^2): of the masses in a bin, of their mean squared */
+#define WIDE_SLACK 0.0005f /* of a sum: more than float sums are wrong by */
 
 /* The largest logit of a CTA's part, its smallest id; NaN; sum of exp(logit - top). */
 struct __align__(16) wide_best
@@ -36,8 +41,6 @@ struct __align__(16) wide_best
 /* Read by the other CTAs behind the barrier that follows its writing, and not written again. */
 template <u32 W> struct wide_part {
 	struct wide_best best;
-	u32 key_min;
-	u32 key_max;
 	float sum;
 	u64 total;
 	u64 above;
@@ -45,6 +48,8 @@ template <u32 W> struct wide_part {
 	u64 warp_mass[W]; /* above the cut */
 	u32 warp_cut[W];  /* logits at the cut */
 	u32 count[WIDE_BINS];
+	u32 listed;
+	u32 list[WIDE_LIST]; /* keys in the bracket, in any order */
 	u64 mass[2]
 		[WIDE_PARTS]; /* of a round and of the next: two are enough between barriers */
 };
@@ -158,7 +163,27 @@ KVK_DEV void wide_wait(void)
 	SM90_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-/* Sum over the CTAs. */
+/* Every CTA's word in lanes 0 to 7, and in each eight behind; 0 where there is no CTA. */
+KVK_DEV u32 wide_get_all32(const u32 *p, u32 ctas)
+{
+	const u32 c = threadIdx.x % WIDE_CTAS;
+
+	return c < ctas ? wide_get32(p, c) : 0;
+}
+
+/* Sum over the CTAs, by all lanes of a warp. */
+KVK_DEV u64 wide_all_sum64(const u64 *p, u32 ctas)
+{
+	const u32 c = threadIdx.x % WIDE_CTAS;
+	u64 v = c < ctas ? wide_get64(p, c) : 0;
+
+#pragma unroll
+	for (int o = WIDE_CTAS / 2; o; o >>= 1)
+		v += __shfl_xor_sync(~0u, v, o);
+	return v;
+}
+
+/* Sums over the CTAs of a word of each thread's own: loads of all CTAs on their way at once. */
 KVK_DEV u64 wide_sum64(const u64 *p, u32 ctas)
 {
 	u64 v[WIDE_CTAS], sum = 0;
@@ -187,21 +212,29 @@ KVK_DEV u32 wide_sum32(const u32 *p, u32 ctas)
 
 /* ---------------------------------------------------------------------------- a thread's share */
 
+/* Out of line: rows of whole groups of four do not have its instructions between theirs. */
+static __device__ __attribute__((noinline)) float4 wide_fetch_odd(const float *src,
+								  u32 at, u32 vocab)
+{
+	float v[4];
+
+#pragma unroll
+	for (u32 e = 0; e < 4; e++)
+		v[e] = at + e < vocab ? src[at + e] : -INFINITY;
+	return make_float4(v[0], v[1], v[2], v[3]);
+}
+
 /* Four logits of step @s; -INFINITY behind the row. */
 KVK_DEV float4 wide_fetch(const struct wide_params &p, const struct wide_row &row,
 			  const float *src, u32 s)
 {
 	const u32 at = row.id + s * WIDE_STEP;
-	float v[4];
 
 	if (s >= row.steps || at >= row.vocab)
 		return make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
 	if (p.s.vec)
 		return __ldcs((const float4 *)(src + at));
-#pragma unroll
-	for (u32 e = 0; e < 4; e++)
-		v[e] = at + e < row.vocab ? src[at + e] : -INFINITY;
-	return make_float4(v[0], v[1], v[2], v[3]);
+	return wide_fetch_odd(src, at, row.vocab);
 }
 
 /* The best of a warp's lanes, in all of them. */
@@ -215,27 +248,18 @@ KVK_DEV void wide_warp_best(float &top, u32 &id)
 	}
 }
 
-/* f(logit, bit, id) for each of this thread's logits */
+/* f(four logits, step) for this thread's steps: -INFINITY behind the row, which has no mass */
 template <class F> KVK_DEV void wide_each(const struct wide_row &row, F f)
 {
-	for (u32 s = 0; s < row.steps; s++) {
-		const u32 id = row.id + s * WIDE_STEP;
-		const float4 v = *(const float4 *)(row.logits + s * WIDE_STEP);
-
-		if (id < row.vocab)
-			f(v.x, s * 4, id);
-		if (id + 1 < row.vocab)
-			f(v.y, s * 4 + 1, id + 1);
-		if (id + 2 < row.vocab)
-			f(v.z, s * 4 + 2, id + 2);
-		if (id + 3 < row.vocab)
-			f(v.w, s * 4 + 3, id + 3);
-	}
+#pragma unroll 2
+	for (u32 s = 0; s < row.steps; s++)
+		f(*(const float4 *)(row.logits + s * WIDE_STEP), s);
 }
 
 /* f(logit, bit) for those in the bracket */
 template <class F> KVK_DEV void wide_inside(const struct wide_row &row, F f)
 {
+#pragma unroll 1
 	for (u64 left = row.inside; left; left &= left - 1) {
 		const u32 bit = (u32)__ffsll((long long)left) - 1;
 
@@ -253,24 +277,21 @@ KVK_DEV u32 wide_bin(const struct wide_row &row, float logit)
 	return min((u32)((row.max - logit) * row.fine), WIDE_BINS - 1);
 }
 
-/* Sums of a and b over the CTA, in every thread of warp 0 only; a's by warp to @by_warp. */
+/* A warp's sum of @v to place @which; behind the next barrier warp 0 has the CTA's. */
 template <u32 W>
-KVK_DEV void wide_sums(struct wide_shared<W> &sh, u64 &a, u64 &b, u64 *by_warp)
+KVK_DEV void wide_put_sum(struct wide_shared<W> &sh, u32 which, u64 v, u64 *by_warp)
 {
-	const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+	v = dev_warp_sum(v);
+	if (threadIdx.x % 32)
+		return;
+	sh.w64[which][threadIdx.x / 32] = v;
+	if (by_warp)
+		by_warp[threadIdx.x / 32] = v;
+}
 
-	a = dev_warp_sum(a);
-	b = dev_warp_sum(b);
-	__syncthreads();
-	if (lane == 0) {
-		sh.w64[0][warp] = a;
-		sh.w64[1][warp] = b;
-		if (by_warp)
-			by_warp[warp] = a;
-	}
-	__syncthreads();
-	a = dev_warp_sum(lane < W ? sh.w64[0][lane] : 0);
-	b = dev_warp_sum(lane < W ? sh.w64[1][lane] : 0);
+template <u32 W> KVK_DEV u64 wide_cta_sum64(struct wide_shared<W> &sh, u32 which)
+{
+	return dev_warp_sum(threadIdx.x < W ? sh.w64[which][threadIdx.x] : 0ull);
 }
 
 #endif /* KVK_SAMPLE_WIDE_CUH */
