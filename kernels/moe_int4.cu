@@ -17,11 +17,12 @@
 
 #define CLEAN_BLOCKS 64u
 #define CLEAN_WORDS  1024u
-/* Slots an expert: from which moe_int4_wide.cu is better, with many rows and with few (a rank
- * of a wide split, whose second product is short); up to which its tiles are of 64 tokens */
-#define WIDE_MEAN    16u
-#define WIDE_NARROW  32u
+/* Slots an expert: from which moe_int4_wide.cu is better; up to which its tiles are of 32, 64
+ * and 112 tokens, so that hardly an expert needs two */
+#define WIDE_MEAN    10u
+#define WIDE_FEW     26u
 #define WIDE_MIDDLE  52u
+#define WIDE_MANY    92u
 /* From so many slots on most sums are made before the last products, where those are short */
 #define EARLY_SLOTS  256u
 #define ALIGN_UP(x)  (((x) + 255) & ~(size_t)255)
@@ -63,9 +64,11 @@ static uint32_t wide_tile(const struct kvk_moe_args *a)
 
 	if (a->experts.hidden > MOE_WIDE_COLS || a->experts.inter > MOE_WIDE_COLS)
 		return 0;
-	if (slots < (a->experts.inter < 1024 ? WIDE_NARROW : WIDE_MEAN) * e)
+	if (slots < WIDE_MEAN * e)
 		return 0;
-	return slots <= WIDE_MIDDLE * e ? 64 : 128;
+	if (slots <= WIDE_MIDDLE * e)
+		return slots <= WIDE_FEW * e ? 32 : 64;
+	return slots <= WIDE_MANY * e ? 112 : 128;
 }
 
 static struct i4_layout i4_layout_make(const struct kvk_moe_args *a,
@@ -268,7 +271,7 @@ static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,
 	w.nr_experts = plan.nr_experts = e->nr_experts;
 	w.nr_slots = plan.nr_slots = a->nr_tokens * a->top_k;
 	w.tile_tokens = plan.tile_tokens = wide_tile(a);
-	plan.even = w.tile_tokens == 128;
+	plan.even = w.tile_tokens > 64;
 	w.claim = plan.zero = (uint32_t *)(ws + l->done1); /* nobody counts there now */
 	plan.nr_zero = 2;
 	plan.counts = (uint32_t *)(ws + l->out); /* nothing is there yet */

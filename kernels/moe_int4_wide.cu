@@ -19,6 +19,7 @@
 #define PACK_WARPS  8u
 #define PLACES_MAX  32u /* top_k at most */
 #define PACK_PIECES (MOE_WIDE_COLS / 8 / PACK_WARPS / 32)
+#define PACK_SHORT  (PACK_PIECES * 8 * 32) /* columns that a warp has at once */
 
 /* Two neighbours of a row. */
 __device__ __forceinline__ float2 pack_two(const uint16_t *row, uint32_t i)
@@ -59,25 +60,16 @@ __device__ __forceinline__ uint32_t pack_top(uint32_t top)
 	return top;
 }
 
-/* One row to its places; a CTA, with a barrier in pack_top() before they are used. A thread has up to PACK_PIECES pieces of eight columns. */
+/* A thread's pieces of eight columns of a row: the i-th, and each @step-th after it. Returns
+ * the bits of the largest value. */
 template <typename X>
-__device__ __forceinline__ void pack_row(const X &row, uint32_t cols, uint8_t *panels,
-					 float *backs, uint32_t nr_slots,
-					 const uint32_t *place, uint32_t nr_places)
+__device__ __forceinline__ uint32_t pack_load(const X &row, uint32_t cols, uint32_t i,
+					      uint32_t step, float2 (&v)[PACK_PIECES][4])
 {
-	const uint64_t panel = (uint64_t)nr_slots * 128u;
-	using places = uint32_t[PLACES_MAX];
-	MOE_SHARED(places, places_of);
-	float2 v[PACK_PIECES][4];
 	uint32_t top = 0;
-	float scale;
 
-	if (threadIdx.x < nr_places)
-		places_of[threadIdx.x] = __ldcg(place + threadIdx.x);
 #pragma unroll
-	for (uint32_t k = 0; k < PACK_PIECES; k++) {
-		const uint32_t i = threadIdx.x + k * PACK_WARPS * 32;
-
+	for (uint32_t k = 0; k < PACK_PIECES; k++, i += step) {
 #pragma unroll
 		for (uint32_t t = 0; t < 4 && i < cols / 8; t++) {
 			v[k][t] = pack_two(row, i / 4 * 16 + 4 * t + i % 4);
@@ -85,30 +77,59 @@ __device__ __forceinline__ void pack_row(const X &row, uint32_t cols, uint8_t *p
 					   __float_as_uint(v[k][t].y) & 0x7fffffffu));
 		}
 	}
-	scale = moe_wide_scale(pack_top(top));
+	return top;
+}
+
+/* A piece, times @scale, to where the plan wants the row: @at of its list of places. */
+__device__ __forceinline__ uint4 pack_round(const float2 (&v)[4], float scale)
+{
+	uint32_t p[4];
+
+#pragma unroll
+	for (uint32_t t = 0; t < 4; t++)
+		p[t] = ptx_f16x2(v[t].x * scale, v[t].y * scale);
+	return make_uint4(p[0], p[1], p[2], p[3]);
+}
+
+__device__ __forceinline__ uint32_t pack_pos(uint32_t place)
+{
+	return place & ((1u << MOE_PLACE_ROW) - 1);
+}
+
+__device__ __forceinline__ void pack_store(uint8_t *panels, uint32_t nr_slots, uint32_t i,
+					   uint32_t place, const uint4 &p)
+{
+	*(uint4 *)(panels + (uint64_t)(i / 8) * nr_slots * 128u +
+		   pack_pos(place) * 128ull + ((i ^ place >> MOE_PLACE_ROW) & 7) * 16) =
+		p;
+}
+
+/* One row to its places; a CTA, with a barrier in pack_top() before they are used. */
+template <typename X>
+__device__ __forceinline__ void pack_row(const X &row, uint32_t cols, uint8_t *panels,
+					 float *backs, uint32_t nr_slots,
+					 const uint32_t *place, uint32_t nr_places)
+{
+	using places = uint32_t[PLACES_MAX];
+	MOE_SHARED(places, places_of);
+	float2 v[PACK_PIECES][4];
+	float scale;
+
+	if (threadIdx.x < nr_places)
+		places_of[threadIdx.x] = __ldcg(place + threadIdx.x);
+	scale = moe_wide_scale(
+		pack_top(pack_load(row, cols, threadIdx.x, PACK_WARPS * 32, v)));
 #pragma unroll
 	for (uint32_t k = 0; k < PACK_PIECES; k++) {
 		const uint32_t i = threadIdx.x + k * PACK_WARPS * 32;
-		uint32_t p[4];
+		const uint4 p = pack_round(v[k], scale);
 
-		if (i >= cols / 8)
-			continue;
-#pragma unroll
-		for (uint32_t t = 0; t < 4; t++)
-			p[t] = ptx_f16x2(v[k][t].x * scale, v[k][t].y * scale);
-		for (uint32_t j = 0; j < nr_places; j++) {
-			const uint32_t at = places_of[j];
-			const uint64_t pos = at & ((1u << MOE_PLACE_ROW) - 1);
-
-			*(uint4 *)(panels + i / 8 * panel + pos * 128u +
-				   ((i ^ at >> MOE_PLACE_ROW) & 7) * 16) =
-				make_uint4(p[0], p[1], p[2], p[3]);
-		}
+		for (uint32_t j = 0; j < nr_places && i < cols / 8; j++)
+			pack_store(panels, nr_slots, i, places_of[j], p);
 	}
 	/* its inverse, exactly */
 	if (threadIdx.x < nr_places)
-		backs[places_of[threadIdx.x] & ((1u << MOE_PLACE_ROW) - 1)] =
-			moe_wide_inverse(scale) / 64.0f;
+		backs[pack_pos(places_of[threadIdx.x])] = moe_wide_inverse(scale) / 64.0f;
 }
 
 /* grid: (tokens), or (slots) */
@@ -122,16 +143,68 @@ __global__ void __launch_bounds__(PACK_WARPS * 32)
 	ptx_grid_wait();
 	if (SECOND) {
 		const uint32_t *place = a.place + row;
-		const uint32_t pos = __ldcg(place) & ((1u << MOE_PLACE_ROW) - 1);
-
-		const struct pack_h h = {a.h_f16 + (uint64_t)pos * a.inter,
-					 a.h_scale + (uint64_t)pos * (a.inter / 16)};
+		const uint64_t pos = pack_pos(__ldcg(place));
+		const struct pack_h h = {a.h_f16 + pos * a.inter,
+					 a.h_scale + pos * (a.inter / 16)};
 
 		pack_row(h, a.inter, a.h_panels, a.h_back, a.nr_slots, place, 1);
 	} else {
 		pack_row((const uint16_t *)a.x + row * a.hidden, a.hidden, a.x_panels,
 			 a.x_back, a.nr_slots, a.place + row * a.top_k, a.top_k);
 	}
+}
+
+/* x for tiles of few tokens: rows stay where they are. grid: (tokens) */
+__global__ void __launch_bounds__(PACK_WARPS * 32)
+	wide_pack_rows(const __grid_constant__ struct moe_wide a)
+{
+	const uint64_t row = blockIdx.x;
+	float2 v[PACK_PIECES][4];
+	float scale;
+
+	ptx_grid_launch();
+	ptx_grid_wait();
+	scale = moe_wide_scale(
+		pack_top(pack_load((const uint16_t *)a.x + row * a.hidden, a.hidden,
+				   threadIdx.x, PACK_WARPS * 32, v)));
+#pragma unroll
+	for (uint32_t k = 0; k < PACK_PIECES; k++) {
+		const uint32_t i = threadIdx.x + k * PACK_WARPS * 32;
+
+		if (i < a.hidden / 8)
+			*(uint4 *)(a.x_panels + row * a.hidden * 2 + i * 16) =
+				pack_round(v[k], scale);
+	}
+	if (threadIdx.x == 0)
+		a.x_back[row] = moe_wide_inverse(scale) / 64.0f;
+}
+
+/* h of few columns: a warp a row. grid: (slots / PACK_WARPS) */
+__global__ void __launch_bounds__(PACK_WARPS * 32)
+	wide_pack_short(const __grid_constant__ struct moe_wide a)
+{
+	const uint32_t lane = threadIdx.x % 32;
+	const uint32_t slot = blockIdx.x * PACK_WARPS + threadIdx.x / 32;
+	float2 v[PACK_PIECES][4];
+
+	ptx_grid_launch();
+	ptx_grid_wait();
+	if (slot >= a.nr_slots)
+		return;
+	const uint32_t place = __ldcg(&a.place[slot]);
+	const uint64_t pos = pack_pos(place);
+	const struct pack_h h = {a.h_f16 + pos * a.inter,
+				 a.h_scale + pos * (a.inter / 16)};
+	const float scale = moe_wide_scale(
+		__reduce_max_sync(~0u, pack_load(h, a.inter, lane, 32, v)));
+
+#pragma unroll
+	for (uint32_t k = 0; k < PACK_PIECES; k++)
+		if (lane + k * 32 < a.inter / 8)
+			pack_store(a.h_panels, a.nr_slots, lane + k * 32, place,
+				   pack_round(v[k], scale));
+	if (lane == 0)
+		a.h_back[pos] = moe_wide_inverse(scale) / 64.0f;
 }
 
 /* y of four columns of a token. A slot whose id is out of range makes its token NaN. grid:
@@ -241,11 +314,15 @@ int moe_wide_launch(const struct moe_wide *a, void *stream)
 	const dim3 sums((a->hidden + 2047) / 2048, a->nr_tokens);
 	int r;
 
-	r = moe_start(wide_pack<false>, dim3(a->nr_tokens), PACK_WARPS * 32, 0, a,
-		      stream);
+	r = moe_start(a->tile_tokens <= 32 ? wide_pack_rows : wide_pack<false>,
+		      dim3(a->nr_tokens), PACK_WARPS * 32, 0, a, stream);
 	if (!r)
 		r = wide_product(a, 0, stream);
-	if (!r)
+	if (!r && a->inter <= PACK_SHORT)
+		r = moe_start(wide_pack_short,
+			      dim3((a->nr_slots + PACK_WARPS - 1) / PACK_WARPS),
+			      PACK_WARPS * 32, 0, a, stream);
+	else if (!r)
 		r = moe_start(wide_pack<true>, dim3(a->nr_slots), PACK_WARPS * 32, 0, a,
 			      stream);
 	if (!r)

@@ -34,7 +34,8 @@ struct moe_wide {
 	const uint32_t *place; /* INT4 only */
 	uint32_t *
 		claim; /* INT4 only: [2] units claimed of each product; cleared by the plan */
-	uint8_t *x_panels; /* [hidden / 64][nr_slots][128 bytes], in the plan's order */
+	/* [hidden / 64][nr_slots][128 bytes], in the plan's order; INT4, tiles of 32: [token] */
+	uint8_t *x_panels;
 	float *x_back;	   /* [nr_slots] what a row of x_panels was divided by, / 64 */
 	float *h;	   /* [nr_slots][inter], in the plan's order; INT4: not used */
 	uint16_t *h_f16;   /* INT4: the same as f16, of a block of 16 times ... */
@@ -51,7 +52,7 @@ struct moe_wide {
 	uint32_t nr_experts;
 	uint32_t nr_slots;
 	uint32_t tiles_max;
-	uint32_t tile_tokens; /* 64 or 128 */
+	uint32_t tile_tokens; /* 32, 64, 112 or 128 */
 	uint32_t group;
 	uint32_t scale_f16;
 	uint32_t accumulate;

@@ -26,7 +26,7 @@ struct moe_plan {
 	uint32_t nr_zero;
 	uint32_t *zero; /* [nr_zero] words to clear */
 	uint32_t even;	/* an expert's tiles are about equal, not full but for the last
-			* one; only for tiles of 128 */
+			* one; only for tiles of more than 64 */
 	uint32_t only_zero; /* the kernel that follows sorts for itself */
 	uint32_t *counts;   /* or NULL: [MOE_PLAN_CTAS][nr_experts], until it is done */
 	uint32_t *nr_tiles; /* written */

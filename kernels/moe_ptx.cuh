@@ -103,6 +103,17 @@ __device__ __forceinline__ void ptx_copy_arrive(uint32_t bar)
 	SM90_ASM("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 
+/* A thread's copies since the last commit are a group; wait until at most N groups are open. */
+__device__ __forceinline__ void ptx_copy_commit(void)
+{
+	asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int N> __device__ __forceinline__ void ptx_copy_wait(void)
+{
+	asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
 __device__ __forceinline__ uint4 ptx_lds128(uint32_t a)
 {
 	uint4 v;
@@ -130,6 +141,26 @@ __device__ __forceinline__ void ptx_stmatrix(uint32_t a, uint32_t m0, uint32_t m
 			 a),
 		 "r"(m0), "r"(m1), "r"(m2), "r"(m3)
 		 : "memory");
+}
+
+/* The same, each matrix transposed: its column l % 8 goes to lane l's place. */
+__device__ __forceinline__ void ptx_stmatrix_turned(uint32_t a, uint32_t m0, uint32_t m1,
+						    uint32_t m2, uint32_t m3)
+{
+	SM90_ASM(
+		"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::
+			"r"(a),
+		"r"(m0), "r"(m1), "r"(m2), "r"(m3)
+		: "memory");
+}
+
+/* Two of them: the places are those of lanes 0 to 15. */
+__device__ __forceinline__ void ptx_stmatrix2_turned(uint32_t a, uint32_t m0, uint32_t m1)
+{
+	SM90_ASM(
+		"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(a),
+		"r"(m0), "r"(m1)
+		: "memory");
 }
 
 /* d = a b + c, m16n8k16 */
@@ -208,6 +239,25 @@ __device__ __forceinline__ uint32_t ptx_mul_f16x2(uint32_t a, uint32_t b)
 	return d;
 }
 
+/* Both of @a times the lower or the upper of @two. */
+template <bool HIGH>
+__device__ __forceinline__ uint32_t ptx_mul_f16x2_half(uint32_t a, uint32_t two)
+{
+	uint32_t d;
+
+	if constexpr (HIGH)
+		asm("{\n.reg .b16 l, h;\n.reg .b32 b;\nmov.b32 {l, h}, %2;\n"
+		    "mov.b32 b, {h, h};\nmul.rn.f16x2 %0, %1, b;\n}"
+		    : "=r"(d)
+		    : "r"(a), "r"(two));
+	else
+		asm("{\n.reg .b16 l, h;\n.reg .b32 b;\nmov.b32 {l, h}, %2;\n"
+		    "mov.b32 b, {l, l};\nmul.rn.f16x2 %0, %1, b;\n}"
+		    : "=r"(d)
+		    : "r"(a), "r"(two));
+	return d;
+}
+
 /* {lo, hi} as f16x2 */
 __device__ __forceinline__ uint32_t ptx_f16x2(float lo, float hi)
 {
@@ -232,6 +282,15 @@ __device__ __forceinline__ uint32_t ptx_redux_max(uint32_t v)
 	uint32_t d;
 
 	asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(d) : "r"(v));
+	return d;
+}
+
+/* The larger of both halves. */
+__device__ __forceinline__ uint32_t ptx_max_u16x2(uint32_t a, uint32_t b)
+{
+	uint32_t d;
+
+	asm("max.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
 	return d;
 }
 

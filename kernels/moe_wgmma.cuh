@@ -14,6 +14,7 @@
 		"+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), "+f"((d)[(i) + 6]),       \
 		"+f"((d)[(i) + 7])
 #define MOE_D8(d)  MOE_F8(d, 0)
+#define MOE_D12(d) MOE_D8(d), "+f"((d)[8]), "+f"((d)[9]), "+f"((d)[10]), "+f"((d)[11])
 #define MOE_D16(d) MOE_D8(d), MOE_F8(d, 8)
 #define MOE_D24(d) MOE_D16(d), MOE_F8(d, 16)
 #define MOE_D32(d) MOE_D24(d), MOE_F8(d, 24)
@@ -22,6 +23,7 @@
 #define MOE_D56(d) MOE_D48(d), MOE_F8(d, 48)
 #define MOE_D64(d) MOE_D56(d), MOE_F8(d, 56)
 #define MOE_R8	   "%0,%1,%2,%3,%4,%5,%6,%7"
+#define MOE_R12	   MOE_R8 ",%8,%9,%10,%11"
 #define MOE_R16	   MOE_R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define MOE_R24	   MOE_R16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define MOE_R32	   MOE_R24 ",%24,%25,%26,%27,%28,%29,%30,%31"
@@ -49,9 +51,11 @@
 template <int N>
 WGM_DEV void moe_wgmma(float *d, const uint32_t (&a)[4], uint64_t b, int use_d)
 {
-	static_assert(N % 16 == 0 && N >= 16 && N <= 128, "not built");
+	static_assert(N == 24 || (N % 16 == 0 && N >= 16 && N <= 128), "not built");
 	if constexpr (N == 16)
 		MOE_RS("16", MOE_R8, MOE_D8(d), "8", "9", "10", "11", "12", "13");
+	else if constexpr (N == 24)
+		MOE_RS("24", MOE_R12, MOE_D12(d), "12", "13", "14", "15", "16", "17");
 	else if constexpr (N == 32)
 		MOE_RS("32", MOE_R16, MOE_D16(d), "16", "17", "18", "19", "20", "21");
 	else if constexpr (N == 48)

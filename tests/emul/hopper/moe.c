@@ -238,10 +238,10 @@ KVT_TEST(hopper_int4_early_sums)
 		   counts, 1);
 }
 
-/* Tiles of 64 and 128 tokens; an expert with several. */
+/* Tiles of 32, 64, 112 and 128 tokens; an expert with several. */
 KVT_TEST(hopper_int4_wide)
 {
-	static const u32 all[] = {72, 150}, some[] = {40, 100};
+	static const u32 all[] = {72, 150, 50, 220}, some[] = {40, 100};
 
 	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 9, 4, 0, false,
 				     false},

@@ -174,6 +174,14 @@ static inline void ptx_copy_arrive(uint32_t bar)
 	ptx_mbar_arrive(bar);
 }
 
+static inline void ptx_copy_commit(void)
+{
+}
+
+template <int N> static inline void ptx_copy_wait(void)
+{
+}
+
 static inline void tile_copy16(void *dst, const void *src, uint32_t bytes)
 {
 	HOPPER_CHECK((uintptr_t)dst % 16 == 0 && (uintptr_t)src % 16 == 0);
@@ -270,6 +278,37 @@ static inline void ptx_stmatrix(uint32_t a, uint32_t m0, uint32_t m1, uint32_t m
 	hopper_warp_barrier();
 }
 
+/* Matrix i's column c goes to where lane 8 i + c says. */
+static inline void hopper_turned(uint32_t a, const uint32_t *m, unsigned nr)
+{
+	uint64_t *all = hopper_lanes();
+	const unsigned lane = threadIdx.x % 32;
+
+	HOPPER_CHECK(a % 16 == 0);
+	all[lane * 16] = a;
+	hopper_warp_barrier();
+	for (unsigned i = 0; i < 2 * nr; i++)
+		memcpy(hopper_shared() + all[(i / 2 * 8 + lane % 4 * 2 + i % 2) * 16] +
+			       lane / 4 * 2,
+		       (const uint8_t *)&m[i / 2] + i % 2 * 2, 2);
+	hopper_warp_barrier();
+}
+
+static inline void ptx_stmatrix_turned(uint32_t a, uint32_t m0, uint32_t m1, uint32_t m2,
+				       uint32_t m3)
+{
+	const uint32_t m[4] = {m0, m1, m2, m3};
+
+	hopper_turned(a, m, 4);
+}
+
+static inline void ptx_stmatrix2_turned(uint32_t a, uint32_t m0, uint32_t m1)
+{
+	const uint32_t m[2] = {m0, m1};
+
+	hopper_turned(a, m, 2);
+}
+
 /* --------------------------------------------------------------------------- arithmetic
  */
 
@@ -318,6 +357,19 @@ static inline uint32_t ptx_fma_f16x2(uint32_t a, uint32_t b, uint32_t c)
 static inline uint32_t ptx_mul_f16x2(uint32_t a, uint32_t b)
 {
 	return hopper_fma<false>(a, b, 0x80008000u);
+}
+
+static inline uint32_t ptx_max_u16x2(uint32_t a, uint32_t b)
+{
+	const uint32_t lo = max(a & 0xffffu, b & 0xffffu), hi = max(a >> 16, b >> 16);
+
+	return hi << 16 | lo;
+}
+
+template <bool HIGH> static inline uint32_t ptx_mul_f16x2_half(uint32_t a, uint32_t two)
+{
+	return ptx_mul_f16x2(a,
+			     HIGH ? (two >> 16) * 0x10001u : (two & 0xffffu) * 0x10001u);
 }
 
 static inline float ptx_f16_f32(uint32_t bits)
