@@ -18,7 +18,7 @@
 #include "moe_rows.cuh"
 
 #define ALIGN_UP(x) (((x) + 255) & ~(size_t)255)
-#define WIDE_TOKENS 4u /* from which moe_fp8_wide.cu is better */
+#define WIDE_INTER  1024u /* with fewer, one token gives moe_fp8_wide.cu too few units */
 /* Slots an expert from which moe_fp8_chunk.cu is better; with fewer it gains too little for what
  * it loses in accuracy. */
 #define CHUNK_MEAN  3u
@@ -54,7 +54,8 @@ static uint32_t chunk_tile(const struct kvk_moe_args *a)
 /* Tokens of a tile where moe_fp8_wide.cu is better; or 0. */
 static uint32_t wide_tile(const struct kvk_moe_args *a)
 {
-	if (!moe_fp8_wide_ok(&a->experts) || a->nr_tokens < WIDE_TOKENS || chunk_tile(a))
+	if (!moe_fp8_wide_ok(&a->experts) || chunk_tile(a) ||
+	    (a->nr_tokens < 2 && a->experts.inter < WIDE_INTER))
 		return 0;
 	return MOE_FP8_WIDE_TOKENS;
 }

@@ -257,15 +257,15 @@ KVT_TEST(hopper_int4_wide)
 /* Tiles of 16; rows that are no whole tile. */
 KVT_TEST(hopper_fp8_wide)
 {
-	static const u32 counts[] = {5, 6}, more[] = {28};
+	static const u32 counts[] = {5, 6, 2}, more[] = {28, 1};
 
 	moe_tokens(
 		(struct moe_case){KVK_E4M3, 384, 256, 0, KVK_BF16, 7, 3, 0, false, false},
-		counts, 2);
-	/* more units than SMs, more steps than stages of the ring */
+		counts, 3);
+	/* more units than SMs, more steps than stages of the ring; a single token */
 	moe_tokens((struct moe_case){KVK_E4M3, 896, 1152, 0, KVK_BF16, 20, 2, 0, false,
 				     false},
-		   more, 1);
+		   more, 2);
 }
 
 /* Products on e4m3: tiles of every size that is built, experts with several, rows that are
