@@ -237,10 +237,13 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 	attn_gqa_kernel(const __grid_constant__ struct attn_params p)
 {
 	extern __shared__ __align__(128) uint8_t smem_raw[];
-	gqa_smem<HD, FP8> *sm = (gqa_smem<HD, FP8> *)smem_raw;
+	/* a constant, so that addresses are: nothing to compute or keep in the loops */
+	gqa_smem<HD, FP8> *sm = (gqa_smem<HD, FP8> *)__cvta_shared_to_generic(SMEM_AT);
 	const uint32_t warp = threadIdx.x / 32;
 	uint32_t touched = 0;
 
+	if (smem_addr(smem_raw) != SMEM_AT)
+		__trap();
 	if (QUICK && (p.flags & KVK_ATTN_LATE) && blockIdx.x % 8 == 3)
 		for (long long start = clock64(); clock64() - start < 10 * PLAN_PATIENCE;)
 			;
@@ -320,7 +323,7 @@ static bool gqa_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 	s.quick_able =
 		l->dtype == KV_DTYPE_E4M3 && l->head_dim == 128 && s.unit_rows <= 16;
 	s.quick = s.quick_able && !s.hbs_force &&
-		  a->batch.nr_requests <= s.nr_ctas / 2 / s.nr_heads;
+		  (s.nr_heads == 1 || a->batch.nr_requests <= s.nr_ctas / 2 / s.nr_heads);
 	*ret_s = s;
 	return s.nr_ctas > 0;
 }

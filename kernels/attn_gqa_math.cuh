@@ -112,13 +112,6 @@ KVK_DEV void load_q_share(const struct attn_params &p, const struct plan_seg &s,
 	}
 }
 
-KVK_DEV uint32_t bf16_f16(uint32_t two)
-{
-	const float2 v = unpack_bf16(two);
-
-	return pack_f16(v.x, v.y);
-}
-
 /* All consumers: their shares to @q [k-step][lane], and all of it to qf. */
 template <int HD>
 KVK_DEV void share_q(const uint2 *raw, uint4 (*q)[32], uint32_t (*qf)[4])
@@ -259,13 +252,11 @@ struct gqa_piece {
 	float sv;
 };
 
-/* The V scales of a lane's tokens, and the largest V scale so far with them. */
-template <int JT>
-KVK_DEV float largest_scale(const struct gqa_piece &pc, float so_far, uint32_t *svw)
+/* The V scales of a lane's tokens, and the largest of them. */
+template <int JT> KVK_DEV float largest_scale(const struct gqa_piece &pc, uint32_t *svw)
 {
 	const int c = threadIdx.x & 3;
 	__half2 big = __float2half2_rn(0.f);
-	float sv;
 
 #pragma unroll
 	for (int jt = 0; jt < JT; jt++) {
@@ -275,9 +266,7 @@ KVK_DEV float largest_scale(const struct gqa_piece &pc, float so_far, uint32_t *
 		memcpy(&h, &svw[jt], 4);
 		big = __hmax2(big, h);
 	}
-	sv = fmaxf(so_far, fmaxf(__low2float(big), __high2float(big)));
-	sv = fmaxf(sv, __shfl_xor_sync(~0u, sv, 1));
-	return fmaxf(sv, __shfl_xor_sync(~0u, sv, 2));
+	return fmaxf(__low2float(big), __high2float(big));
 }
 
 /* Scores times scales, masked; mx: the rows' largest. */
@@ -345,46 +334,67 @@ KVK_DEV void probs(float (*s)[4], const float *mu, bool tok, const uint32_t *svw
 	}
 }
 
-/* Scores to probabilities: scales, mask, running maximum; returns with P in a[][]. */
+KVK_DEV float quad_max(float v)
+{
+	v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+	return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+
+/*
+ * What P is relative to is raised when a score is more than 2^ROOM_M above it or a V scale more than
+ * ROOM_SV times it: rarely after the first pieces, so that a piece costs one vote and no
+ * trips between the lanes. P in f16 stays below 2^ROOM_M ROOM_SV, and is as exact there as below 1.
+ */
+#define ROOM_M	6.f
+#define ROOM_SV 16.f
+
+/* Bring the references up to this piece's largest scores @mx and V scale @sv. */
+template <int HD>
+KVK_DEV void raise(gqa_acc<HD> &acc, bool tok, const float *mx, float sv)
+{
+	float corr[2];
+
+	sv = fmaxf(acc.sv_max, quad_max(sv));
+#pragma unroll
+	for (int h = 0; h < 2; h++) {
+		const float m = fmaxf(acc.m[h], quad_max(mx[h]));
+
+		corr[h] = exp2_fast(acc.m[h] - (m == -INFINITY ? 0.f : m));
+		acc.l[h] *= corr[h];
+		acc.m[h] = m;
+		if (tok)
+			corr[h] *= sv > 0.f ? acc.sv_max / sv : 0.f;
+	}
+	if (tok)
+		acc.sv_max = sv;
+#pragma unroll
+	for (int i = 0; i < HD / 8; i++) {
+		acc.o[i][0] *= corr[0];
+		acc.o[i][1] *= corr[0];
+		acc.o[i][2] *= corr[1];
+		acc.o[i][3] *= corr[1];
+	}
+}
+
+/* Scores to probabilities: scales, mask, references; returns with P in a[][]. */
 template <int HD, bool FP8, int JT = 8>
 KVK_DEV void softmax(const struct attn_params &p, const struct gqa_piece &pc,
 		     float (*s)[4], gqa_acc<HD> &acc, uint32_t (*a)[4], uint32_t (*lo)[4])
 {
 	const bool tok = FP8 && p.token_scales;
-	float mx[2] = {-INFINITY, -INFINITY}, corr[2], mu[2], sv_new = acc.sv_max,
-	      inv_sv = 1.f;
+	float mx[2] = {-INFINITY, -INFINITY}, mu[2], sv = 0.f, inv_sv = 1.f;
 	uint32_t svw[JT];
 
-	if (tok) {
-		sv_new = largest_scale<JT>(pc, sv_new, svw);
-		inv_sv = sv_new > 0.f ? 1.f / sv_new : 0.f;
-	}
+	if (tok)
+		sv = largest_scale<JT>(pc, svw);
 	scale_scores<JT>(p, pc, tok, s, mx);
-#pragma unroll
-	for (int h = 0; h < 2; h++) {
-		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 1));
-		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 2));
-		mx[h] = fmaxf(mx[h], acc.m[h]);
-		mu[h] = mx[h] == -INFINITY ? 0.f : mx[h];
-		corr[h] = exp2_fast(acc.m[h] - mu[h]);
-		acc.l[h] *= corr[h];
-		corr[h] *= acc.sv_max * inv_sv;
-		if (!tok)
-			corr[h] = exp2_fast(acc.m[h] - mu[h]);
-	}
-	if (__any_sync(~0u,
-		       mx[0] != acc.m[0] || mx[1] != acc.m[1] || sv_new != acc.sv_max)) {
-#pragma unroll
-		for (int i = 0; i < HD / 8; i++) {
-			acc.o[i][0] *= corr[0];
-			acc.o[i][1] *= corr[0];
-			acc.o[i][2] *= corr[1];
-			acc.o[i][3] *= corr[1];
-		}
-		acc.m[0] = mx[0];
-		acc.m[1] = mx[1];
-		acc.sv_max = sv_new;
-	}
+	if (__any_sync(~0u, mx[0] > acc.m[0] + ROOM_M || mx[1] > acc.m[1] + ROOM_M ||
+				    sv > acc.sv_max * ROOM_SV))
+		raise<HD>(acc, tok, mx, sv);
+	if (tok)
+		inv_sv = acc.sv_max > 0.f ? 1.f / acc.sv_max : 0.f;
+	mu[0] = acc.m[0] == -INFINITY ? 0.f : acc.m[0];
+	mu[1] = acc.m[1] == -INFINITY ? 0.f : acc.m[1];
 	probs<FP8, JT>(s, mu, tok, svw, inv_sv, acc.l, a, lo);
 }
 

@@ -20,7 +20,7 @@ template <int NTL, bool FP8> struct mla_cfg {
 	static constexpr int SCALE_OFF = TOKENS * (RB + RR);
 	static constexpr int STAGE = SCALE_OFF + (FP8 ? 256 : 0);
 	static constexpr int ROWS = 8 * NTL;
-	static constexpr int CHAINS = NTL == 1 ? 4 : 2; /* independent sums of a score */
+	static constexpr int CHAINS = 2; /* independent sums of a score */
 	static constexpr int STAGES = FP8 ? 6 : 3;
 	static constexpr int PLANES = FP8 ? 1 : 2; /* BF16: P in two parts */
 	/* few rows: two teams of score warps take pieces in turn */
@@ -33,7 +33,7 @@ template <int NTL, bool FP8> struct mla_cfg {
 	static constexpr int MT = 8 / TEAMS; /* m-tiles (16 dims) of a value warp */
 	static constexpr int REGS_SCORE = TEAMS == 2 ? 136 : 232;
 	static constexpr int REGS_VALUE = TEAMS == 2 ? 88 : 232;
-	static constexpr int REGS_REST = TEAMS == 2 ? 24 : 40;
+	static constexpr int REGS_REST = TEAMS == 2 ? 32 : 40;
 };
 
 template <int NTL, bool FP8> struct mla_smem {
@@ -92,6 +92,7 @@ KVK_DEV void load_q(const struct attn_params &p, const struct plan_seg &s,
 	}
 }
 
+/* Raw queries to operands. */
 template <int NTL, bool FP8> KVK_DEV void convert_q(uint32_t (*qf)[NTL][2])
 {
 	if constexpr (FP8) {
@@ -106,8 +107,8 @@ template <int NTL, bool FP8> KVK_DEV void convert_q(uint32_t (*qf)[NTL][2])
 }
 
 /*
- * FP8: the first queries of a CTA, for all score warps, through the last stage of the ring: each of
- * them alone would read 150 KB, as much as four pages, in sectors of which it wants 8 bytes.
+ * FP8: the first queries of a CTA, as operands, for all score warps, through the last stage of the
+ * ring: each of them alone would read 150 KB, as much as four pages, in sectors of which it wants 8 bytes.
  * The producer leaves that stage alone until all have said that they have theirs. BF16 has three
  * stages and all of them are on their way by then.
  */
@@ -136,7 +137,9 @@ KVK_DEV void share_q(const struct attn_params &p, const struct plan_seg &s,
 #pragma unroll
 	for (uint32_t i = 0; i < EACH; i++)
 		if (i * C::NR_SCORE + warp < ALL)
-			stage[i * C::NR_SCORE + warp][lane] = v[i];
+			stage[i * C::NR_SCORE + warp][lane] =
+				make_uint4(bf16_f16(v[i].x), bf16_f16(v[i].y),
+					   bf16_f16(v[i].z), bf16_f16(v[i].w));
 	fence_proxy_async();
 	bar_sync(BAR_SCORE, 32 * C::NR_SCORE);
 #pragma unroll
@@ -174,6 +177,45 @@ KVK_DEV void score_step(float (*acc)[4], const uint32_t *w0, const uint32_t *w1,
 		mma_16816<!FP8>(acc[nt], a, q[nt][0], q[nt][1]);
 }
 
+/*
+ * Latent scores of 16 tokens, FP8, 8 query rows. As lds_pair(), lanes of odd rows read the second of their
+ * two chunks first. Instead of putting their words in order, both orders of Q are multiplied: the
+ * matrix unit has time, the unit that would move 64 words a page has not.
+ */
+KVK_DEV void latent_scores(uint32_t row, int c, bool odd, const uint32_t (*qf)[1][2],
+			   float (*l)[4])
+{
+	float acc[2][2][4] = {}; /* [rows that are even, odd][first, second chunk] */
+
+#pragma unroll
+	for (int b = 0; b < LATENT / 128; b++) {
+#pragma unroll
+		for (int h = 0; h < 2; h++) {
+			const uint32_t at =
+				row + b * 128 + (2 * c + (h ? !odd : odd)) * 16;
+			const uint4 x = lds128(at), y = lds128(at + 8 * LATENT);
+			const uint32_t w0[4] = {x.x, x.y, x.z, x.w},
+				       w1[4] = {y.x, y.y, y.z, y.w};
+
+#pragma unroll
+			for (int i = 0; i < 4; i++) {
+				const uint32_t(*q)[1][2] = qf + b * 8 + i;
+				uint32_t a[4];
+
+				e4m3x4_f16(w0[i], a[0], a[2]);
+				e4m3x4_f16(w1[i], a[1], a[3]);
+				mma_16816<false>(acc[0][h], a, q[4 * h][0][0],
+						 q[4 * h][0][1]);
+				mma_16816<false>(acc[1][h], a, q[4 * !h][0][0],
+						 q[4 * !h][0][1]);
+			}
+		}
+	}
+#pragma unroll
+	for (int i = 0; i < 4; i++)
+		l[0][i] = odd ? acc[1][0][i] + acc[1][1][i] : acc[0][0][i] + acc[0][1][i];
+}
+
 /* Latent (l) and rope (r) scores of tokens t0 + g, t0 + g + 8. */
 template <int NTL, bool FP8>
 KVK_DEV void score_tile(uint32_t stage, int t0, const uint32_t (*qf)[NTL][2],
@@ -182,26 +224,32 @@ KVK_DEV void score_tile(uint32_t stage, int t0, const uint32_t (*qf)[NTL][2],
 	using C = mla_cfg<NTL, FP8>;
 	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
 	const uint32_t row = stage + (t0 + g) * C::RB;
-	float acc[C::CHAINS][NTL][4] = {};
 	constexpr int WPS = FP8 ? 1 : 2; /* words of a k-step */
 
-#pragma unroll
-	for (int b = 0; b < C::NB; b++) {
-		uint32_t w0[8], w1[8];
+	if constexpr (FP8 && NTL == 1) {
+		latent_scores(row, c, g & 1, qf, l);
+		r[0][0] = r[0][1] = r[0][2] = r[0][3] = 0.f;
+	} else {
+		float acc[C::CHAINS][NTL][4] = {};
 
-		lds_pair(row + b * 128, c, g & 1, w0);
-		lds_pair(row + 8 * C::RB + b * 128, c, g & 1, w1);
 #pragma unroll
-		for (int i = 0; i < C::KPW; i++)
-			score_step<NTL, FP8>(acc[i % C::CHAINS], w0 + i * WPS,
-					     w1 + i * WPS, qf[b * C::KPW + i]);
-	}
+		for (int b = 0; b < C::NB; b++) {
+			uint32_t w0[8], w1[8];
+
+			lds_pair(row + b * 128, c, g & 1, w0);
+			lds_pair(row + 8 * C::RB + b * 128, c, g & 1, w1);
 #pragma unroll
-	for (int i = 0; i < NTL * 4; i++) {
-		l[i / 4][i % 4] = r[i / 4][i % 4] = 0.f;
+			for (int i = 0; i < C::KPW; i++)
+				score_step<NTL, FP8>(acc[i % C::CHAINS], w0 + i * WPS,
+						     w1 + i * WPS, qf[b * C::KPW + i]);
+		}
 #pragma unroll
-		for (int k = 0; k < C::CHAINS; k++)
-			l[i / 4][i % 4] += acc[k][i / 4][i % 4];
+		for (int i = 0; i < NTL * 4; i++) {
+			l[i / 4][i % 4] = r[i / 4][i % 4] = 0.f;
+#pragma unroll
+			for (int k = 0; k < C::CHAINS; k++)
+				l[i / 4][i % 4] += acc[k][i / 4][i % 4];
+		}
 	}
 	if (FP8) {
 		const uint32_t at = stage + C::ROPE_OFF + (t0 + g) * C::RR + c * 16;
@@ -226,10 +274,96 @@ KVK_DEV void score_tile(uint32_t stage, int t0, const uint32_t (*qf)[NTL][2],
 
 /* A score warp's running state; index 2 nt + j is query row 8 nt + 2c + j. */
 template <int NTL> struct score_state {
-	float m[2 * NTL]; /* integers, log2 units */
+	float m[2 * NTL]; /* integers, log2 units: what P is relative to */
 	float l[2 * NTL]; /* this lane's share */
-	float unit;	  /* log2 of the largest latent scale so far, rounded up */
+	float unit; /* log2 of what latent scales in P are relative to, an integer */
 };
+
+/*
+ * A reference is raised when a score is more than 2^ROOM_M above it, a scale more than 2^ROOM_UNIT:
+ * rarely after the first pages, so that a page costs one vote and no trips between the lanes. P
+ * in f16 stays below 2^(ROOM_M + ROOM_UNIT), and is as exact there as below 1.
+ */
+#define ROOM_M	  6.f
+#define ROOM_UNIT 4
+
+KVK_DEV float max_over_tokens(float v)
+{
+	v = fmaxf(v, __shfl_xor_sync(~0u, v, 4));
+	v = fmaxf(v, __shfl_xor_sync(~0u, v, 8));
+	return fmaxf(v, __shfl_xor_sync(~0u, v, 16));
+}
+
+/* Scales of a lane's two tokens (t, t + 8): of the latent's and the rope's score, and of P. */
+template <int NTL, bool FP8>
+KVK_DEV void score_scales(const struct attn_params &p, uint32_t sc_addr, int t,
+			  int32_t valid, score_state<NTL> &st, float *sl, float *sr,
+			  float *sv)
+{
+	const float fixed = FP8 && p.scales ? p.scales[0] : 1.f;
+
+	sl[0] = sl[1] = sr[0] = sr[1] = fixed;
+	sv[0] = sv[1] = 1.f;
+	if (FP8 && p.token_scales) {
+		float f = exp2_fast(-st.unit);
+
+#pragma unroll
+		for (int h = 0; h < 2; h++) {
+			float2 v = unpack_f16(lds32(sc_addr + (t + 8 * h) * 4));
+			bool in = t + 8 * h < valid;
+
+			sl[h] = in ? v.x : 0.f;
+			sr[h] = in ? v.y : 0.f;
+		}
+		if (__any_sync(~0u, fmaxf(sl[0], sl[1]) * f > (float)(1 << ROOM_UNIT))) {
+			st.unit = fmaxf(
+				st.unit,
+				ceilf(__log2f(max_over_tokens(fmaxf(sl[0], sl[1])))));
+			f = exp2_fast(-st.unit);
+		}
+		sv[0] = sl[0] * f;
+		sv[1] = sl[1] * f;
+	}
+}
+
+/* Scores that a row may not see become -infinity; the row's part of a page that is not whole. */
+template <int NTL>
+KVK_DEV void score_mask(const struct attn_params &p, const struct plan_seg &s, int t,
+			int32_t valid, float (*x)[2])
+{
+	const int c = threadIdx.x % 4;
+
+#pragma unroll
+	for (int k = 0; k < 2 * NTL; k++) {
+		uint32_t row = s.hblk * (8 * NTL) + 8 * (k / 2) + 2 * c + k % 2;
+		int32_t limit =
+			valid - (int32_t)s.q_len + 1 + (int32_t)(row / p.nr_q_heads);
+
+#pragma unroll
+		for (int h = 0; h < 2; h++)
+			if (t + 8 * h >= limit)
+				x[k][h] = -INFINITY;
+	}
+}
+
+/* Raise the references of the rows that need it to the rows' largest scores. */
+template <int NTL> KVK_DEV void score_raise(float (*x)[2], score_state<NTL> &st)
+{
+	bool high = false;
+
+#pragma unroll
+	for (int k = 0; k < 2 * NTL; k++)
+		high |= fmaxf(x[k][0], x[k][1]) > st.m[k] + ROOM_M;
+	if (!__any_sync(~0u, high))
+		return;
+#pragma unroll
+	for (int k = 0; k < 2 * NTL; k++) {
+		float m = fmaxf(ceilf(max_over_tokens(fmaxf(x[k][0], x[k][1]))), st.m[k]);
+
+		st.l[k] *= exp2_fast(st.m[k] - (m == -INFINITY ? 0.f : m));
+		st.m[k] = m;
+	}
+}
 
 /* Scores to P in shared memory. @valid: tokens of the page below the request's length. */
 template <int NTL, bool FP8>
@@ -240,70 +374,93 @@ KVK_DEV void score_softmax(const struct attn_params &p, const struct plan_seg &s
 {
 	using C = mla_cfg<NTL, FP8>;
 	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4, w = t0 / 16;
-	const bool tok = FP8 && p.token_scales;
-	float sl[2] = {1.f, 1.f}, sr[2] = {1.f, 1.f}, sv[2] = {1.f, 1.f};
+	float sl[2], sr[2], sv[2], x[2 * NTL][2];
 
-	if (FP8 && p.scales)
-		sl[0] = sl[1] = sr[0] = sr[1] = p.scales[0];
-	if (tok) {
-		float mx;
-
+	score_scales<NTL, FP8>(p, sc_addr, t0 + g, valid, st, sl, sr, sv);
 #pragma unroll
-		for (int h = 0; h < 2; h++) {
-			float2 v = unpack_f16(lds32(sc_addr + (t0 + g + 8 * h) * 4));
-			bool in = t0 + g + 8 * h < valid;
-
-			sl[h] = in ? v.x : 0.f;
-			sr[h] = in ? v.y : 0.f;
-		}
-		mx = fmaxf(sl[0], sl[1]);
-		mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 4));
-		mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 8));
-		mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 16));
-		if (mx > 0.f)
-			st.unit = fmaxf(st.unit, ceilf(__log2f(mx)));
-		sv[0] = sl[0] * exp2_fast(-st.unit);
-		sv[1] = sl[1] * exp2_fast(-st.unit);
+	for (int h = 0; h < 2; h++) {
+		sl[h] *= p.scale;
+		sr[h] *= p.scale;
 	}
 #pragma unroll
+	for (int i = 0; i < 4 * NTL; i++)
+		x[i / 2][i % 2] = l[i / 4][2 * (i % 2) + i / 2 % 2] * sl[i % 2] +
+				  r[i / 4][2 * (i % 2) + i / 2 % 2] * sr[i % 2];
+	if (valid - (int32_t)s.q_len + 1 < (int32_t)TOKENS)
+		score_mask<NTL>(p, s, t0 + g, valid, x);
+	score_raise<NTL>(x, st);
+#pragma unroll
 	for (int k = 0; k < 2 * NTL; k++) {
-		const int nt = k / 2, j = k % 2;
-		uint32_t row = s.hblk * (8 * NTL) + 8 * nt + 2 * c + j;
-		int32_t limit =
-			valid - (int32_t)s.q_len + 1 + (int32_t)(row / p.nr_q_heads);
-		float x[2], m = -INFINITY, mu, corr;
+		const int row = 8 * (k / 2) + 2 * c + k % 2;
+		const float mu = st.m[k] == -INFINITY ? 0.f : st.m[k];
 
 #pragma unroll
 		for (int h = 0; h < 2; h++) {
-			x[h] = (l[nt][2 * h + j] * sl[h] + r[nt][2 * h + j] * sr[h]) *
-			       p.scale;
-			if (t0 + g + 8 * h >= limit)
-				x[h] = -INFINITY;
-			m = fmaxf(m, x[h]);
-		}
-		m = fmaxf(m, __shfl_xor_sync(~0u, m, 4));
-		m = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
-		m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
-		m = fmaxf(ceilf(m), st.m[k]);
-		mu = m == -INFINITY ? 0.f : m;
-		corr = exp2_fast(st.m[k] - mu);
-		st.m[k] = m;
-		x[0] = exp2_fast(x[0] - mu);
-		x[1] = exp2_fast(x[1] - mu);
-		st.l[k] = st.l[k] * corr + x[0] + x[1];
-#pragma unroll
-		for (int h = 0; h < 2; h++) {
-			float v = tok && t0 + g + 8 * h >= valid ? 0.f : x[h] * sv[h];
+			float e = exp2_fast(x[k][h] - mu), v = e * sv[h];
 			uint32_t u = FP8 ? pack_f16(v, 0.f) : pack_bf16(v, 0.f);
 
-			sm->p[0][buf][w][8 * nt + 2 * c + j][g + 8 * h] = (uint16_t)u;
+			st.l[k] += e;
+			sm->p[0][buf][w][row][g + 8 * h] = (uint16_t)u;
 			if (!FP8)
-				sm->p[C::PLANES - 1][buf][w][8 * nt + 2 * c + j]
-				     [g + 8 * h] =
+				sm->p[C::PLANES - 1][buf][w][row][g + 8 * h] =
 					(uint16_t)pack_bf16(v - unpack_bf16(u).x, 0.f);
 		}
 		if (g == 0)
-			sm->e[buf][w][8 * nt + 2 * c + j] = m + (tok ? st.unit : 0.f);
+			sm->e[buf][w][row] =
+				st.m[k] + (FP8 && p.token_scales ? st.unit : 0.f);
+	}
+}
+
+/* A score warp's 16 tokens of the piece at ring position @seq, page @n of the segment. */
+template <int NTL, bool FP8>
+KVK_DEV void score_piece(const struct attn_params &p, const struct mla_seg &g,
+			 uint32_t seq, uint32_t n, int t0, const uint32_t (*qf)[NTL][2],
+			 score_state<NTL> &st, mla_smem<NTL, FP8> *sm)
+{
+	using C = mla_cfg<NTL, FP8>;
+	const uint32_t stage = seq % C::STAGES, buf = seq & 1;
+	const int32_t valid = (int32_t)(g.s.len - (g.s.page0 + n) * TOKENS);
+	const uint32_t at = smem_addr(sm->ring[stage]);
+
+	/* a team that has stages of its own misses no round of their barriers */
+	if constexpr (C::STAGES % C::TEAMS != 0)
+		spin_until(&sm->issued, seq);
+	mbar_wait(&sm->full[stage], seq / C::STAGES & 1);
+	if (p.flags & KVK_ATTN_LOADS) {
+		mbar_wait(&sm->p_empty[buf], (seq >> 1 & 1) ^ 1);
+	} else {
+		float l[NTL][4], r[NTL][4];
+
+		score_tile<NTL, FP8>(at, t0, qf, l, r);
+		mbar_wait(&sm->p_empty[buf], (seq >> 1 & 1) ^ 1);
+		score_softmax<NTL, FP8>(p, g.s, t0, valid, l, r, st, at + C::SCALE_OFF,
+					buf, sm);
+	}
+	__syncwarp();
+	if ((threadIdx.x & 31) == 0) {
+		mbar_arrive(&sm->p_full[buf]);
+		mbar_arrive(&sm->empty[stage]);
+	}
+}
+
+/* A score warp's m and l of segment @i to the value warps. */
+template <int NTL, bool FP8>
+KVK_DEV void score_end(const score_state<NTL> &st, uint32_t i, bool poisoned,
+		       mla_smem<NTL, FP8> *sm)
+{
+	const int lane = threadIdx.x & 31, w = threadIdx.x / 32;
+
+	mbar_wait(&sm->fin_empty[i & 1], (i >> 1 & 1) ^ 1);
+#pragma unroll
+	for (int k = 0; k < 2 * NTL; k++) {
+		float l = st.l[k];
+
+		l += __shfl_xor_sync(~0u, l, 4);
+		l += __shfl_xor_sync(~0u, l, 8);
+		l += __shfl_xor_sync(~0u, l, 16);
+		if (lane < 4)
+			sm->fin[i & 1][w][8 * (k / 2) + 2 * lane + k % 2] =
+				make_float2(st.m[k], poisoned ? NAN : l);
 	}
 }
 
@@ -313,7 +470,7 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 			mla_smem<NTL, FP8> *sm)
 {
 	using C = mla_cfg<NTL, FP8>;
-	const int lane = threadIdx.x & 31, w = threadIdx.x / 32, t0 = 16 * (w % 4);
+	const int w = threadIdx.x / 32;
 	uint32_t qf[NR_KS][NTL][2], base = 0;
 	struct mla_seg g;
 
@@ -328,6 +485,8 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 				share_q<NTL, FP8>(p, g.s, qf, sm);
 			else
 				load_q<NTL, FP8>(p, g.s, qf);
+		} else {
+			convert_q<NTL, FP8>(qf);
 		}
 #pragma unroll
 		for (int k = 0; k < 2 * NTL; k++) {
@@ -335,51 +494,19 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 			st.l[k] = 0.f;
 		}
 		st.unit = -126.f;
-		convert_q<NTL, FP8>(qf);
 		for (uint32_t n = (w / 4 - base) % C::TEAMS; n < g.nr_pieces;
-		     n += C::TEAMS) {
-			uint32_t seq = base + n, stage = seq % C::STAGES, buf = seq & 1;
-			int32_t valid = (int32_t)(g.s.len - (g.s.page0 + n) * TOKENS);
-			uint32_t at = smem_addr(sm->ring[stage]);
-
-			spin_until(&sm->issued, seq);
-			mbar_wait(&sm->full[stage], seq / C::STAGES & 1);
-			if (p.flags & KVK_ATTN_LOADS) {
-				mbar_wait(&sm->p_empty[buf], (seq >> 1 & 1) ^ 1);
-			} else {
-				float l[NTL][4], r[NTL][4];
-
-				score_tile<NTL, FP8>(at, t0, qf, l, r);
-				mbar_wait(&sm->p_empty[buf], (seq >> 1 & 1) ^ 1);
-				score_softmax<NTL, FP8>(p, g.s, t0, valid, l, r, st,
-							at + C::SCALE_OFF, buf, sm);
-			}
-			__syncwarp();
-			if (lane == 0) {
-				mbar_arrive(&sm->p_full[buf]);
-				mbar_arrive(&sm->empty[stage]);
-			}
-		}
+		     n += C::TEAMS)
+			score_piece<NTL, FP8>(p, g, base + n, n, 16 * (w % 4), qf, st,
+					      sm);
 		base += g.nr_pieces;
 		if (i + 1 < count) { /* on its way while this one is finished */
 			spin_until(&sm->segs_in, i + 1);
 			load_q<NTL, FP8>(p, sm->segs[(i + 1) % SEG_RING].s, qf);
 		}
-		mbar_wait(&sm->fin_empty[i & 1], (i >> 1 & 1) ^ 1);
-#pragma unroll
-		for (int k = 0; k < 2 * NTL; k++) {
-			float l = st.l[k];
-
-			l += __shfl_xor_sync(~0u, l, 4);
-			l += __shfl_xor_sync(~0u, l, 8);
-			l += __shfl_xor_sync(~0u, l, 16);
-			if (lane < 4)
-				sm->fin[i & 1][w][8 * (k / 2) + 2 * lane + k % 2] =
-					make_float2(st.m[k], g.poisoned ? NAN : l);
-		}
+		score_end<NTL, FP8>(st, i, g.poisoned, sm);
 		g = sm->segs[(i + 1) % SEG_RING];
 		__syncwarp();
-		if (lane == 0) {
+		if (threadIdx.x % 32 == 0) {
 			mbar_arrive(&sm->fin_full[i & 1]);
 			atoms_add_release(&sm->segs_done, 1);
 		}

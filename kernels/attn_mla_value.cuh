@@ -121,50 +121,78 @@ KVK_DEV void value_step(const uint32_t *a, const uint32_t (*b)[4][NTL][2], int t
 			mma_16816<!FP8>(o[nt], a, b[k][t][nt][0], b[k][t][nt][1]);
 }
 
-/* O^T += V^T P^T for this warp's dims. */
+/* A value warp's dims of 16 tokens: words of rows g and g + 8, as they lie in the page. */
+template <int NTL, bool FP8> struct value_words {
+	static constexpr bool HALF = FP8 && mla_cfg<NTL, FP8>::TEAMS == 2;
+	static constexpr int BLOCKS = FP8 ? 1 : 2 / mla_cfg<NTL, FP8>::TEAMS;
+	static constexpr int EACH = HALF ? 4 : 8; /* one chunk per lane and row, or two */
+	uint32_t w0[BLOCKS][EACH];
+	uint32_t w1[BLOCKS][EACH];
+};
+
 template <int NTL, bool FP8>
-KVK_DEV void value_tile(uint32_t stage, int w, const uint32_t (*b)[4][NTL][2],
-			value_state<NTL> &st)
+KVK_DEV void value_read(uint32_t stage, int w, int t, value_words<NTL, FP8> &v)
 {
 	using C = mla_cfg<NTL, FP8>;
-	constexpr bool HALF = FP8 && C::TEAMS == 2; /* one chunk per lane and row */
-	constexpr int BLOCKS = FP8 ? 1 : 2 / C::TEAMS;
+	using V = value_words<NTL, FP8>;
 	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
-	const uint32_t row = stage + g * C::RB + (FP8 ? w / C::TEAMS : w * BLOCKS) * 128;
+	const uint32_t row =
+		stage + (16 * t + g) * C::RB + (FP8 ? w / C::TEAMS : w * V::BLOCKS) * 128;
 
+#pragma unroll
+	for (int k = 0; k < V::BLOCKS; k++) {
+		const uint32_t at = row + k * 128;
+
+		if constexpr (V::HALF) {
+			lds_one(at + (2 * c + w % 2) * 16, v.w0[k]);
+			lds_one(at + 8 * C::RB + (2 * c + w % 2) * 16, v.w1[k]);
+		} else {
+			lds_pair(at, c, g & 1, v.w0[k]);
+			lds_pair(at + 8 * C::RB, c, g & 1, v.w1[k]);
+		}
+	}
+}
+
+/* O^T += V^T P^T of tokens 16 t .. 16 t + 15. */
+template <int NTL, bool FP8>
+KVK_DEV void value_block(const value_words<NTL, FP8> &v, const uint32_t (*b)[4][NTL][2],
+			 int t, value_state<NTL> &st)
+{
+	using V = value_words<NTL, FP8>;
+
+#pragma unroll
+	for (int k = 0; k < V::BLOCKS; k++) {
+#pragma unroll
+		for (int i = 0; i < (FP8 ? V::EACH : 4); i++) {
+			uint32_t a[4];
+
+			if (FP8) {
+				uint32_t r0 = movmatrix_trans(v.w0[k][i]);
+				uint32_t r1 = movmatrix_trans(v.w1[k][i]);
+
+				e4m3x4_f16(__byte_perm(r0, 0, 0x3120), a[0], a[1]);
+				e4m3x4_f16(__byte_perm(r1, 0, 0x3120), a[2], a[3]);
+			} else {
+				a[0] = movmatrix_trans(v.w0[k][i]);
+				a[1] = movmatrix_trans(v.w0[k][(4 + i) % V::EACH]);
+				a[2] = movmatrix_trans(v.w1[k][i]);
+				a[3] = movmatrix_trans(v.w1[k][(4 + i) % V::EACH]);
+			}
+			value_step<NTL, FP8>(a, b, t, st.o[4 * k + i]);
+		}
+	}
+}
+
+/* O^T += V^T P^T for this warp's dims; @v: words of the first tokens. */
+template <int NTL, bool FP8>
+KVK_DEV void value_tile(uint32_t stage, int w, const uint32_t (*b)[4][NTL][2],
+			value_words<NTL, FP8> &v, value_state<NTL> &st)
+{
 #pragma unroll
 	for (int t = 0; t < 4; t++) {
-#pragma unroll
-		for (int k = 0; k < BLOCKS; k++) {
-			const uint32_t at = row + 16 * t * C::RB + k * 128;
-			uint32_t w0[8], w1[8], a[4];
-
-			if (HALF) {
-				lds_one(at + (2 * c + w % 2) * 16, w0);
-				lds_one(at + 8 * C::RB + (2 * c + w % 2) * 16, w1);
-			} else {
-				lds_pair(at, c, g & 1, w0);
-				lds_pair(at + 8 * C::RB, c, g & 1, w1);
-			}
-#pragma unroll
-			for (int i = 0; i < (FP8 && !HALF ? 8 : 4); i++) {
-				if (FP8) {
-					uint32_t r0 = movmatrix_trans(w0[i]);
-					uint32_t r1 = movmatrix_trans(w1[i]);
-
-					e4m3x4_f16(__byte_perm(r0, 0, 0x3120), a[0],
-						   a[1]);
-					e4m3x4_f16(__byte_perm(r1, 0, 0x3120), a[2],
-						   a[3]);
-				} else {
-					a[0] = movmatrix_trans(w0[i]);
-					a[1] = movmatrix_trans(w0[(4 + i) & 7]);
-					a[2] = movmatrix_trans(w1[i]);
-					a[3] = movmatrix_trans(w1[(4 + i) & 7]);
-				}
-				value_step<NTL, FP8>(a, b, t, st.o[4 * k + i]);
-			}
-		}
+		if (t)
+			value_read<NTL, FP8>(stage, w, t, v);
+		value_block<NTL, FP8>(v, b, t, st);
 	}
 }
 
@@ -222,6 +250,34 @@ KVK_DEV void value_write(const struct attn_params &p, const struct plan_seg &s, 
 	}
 }
 
+/*
+ * Values of the piece at ring position @seq. With FP8 pages their first words are read while the
+ * scores are still being made; not those of a page that is not whole, which is changed first.
+ */
+template <int NTL, bool FP8>
+KVK_DEV void value_piece(const struct attn_params &p, uint32_t seq, int w, int32_t valid,
+			 value_state<NTL> &st, mla_smem<NTL, FP8> *sm)
+{
+	using C = mla_cfg<NTL, FP8>;
+	const uint32_t stage = seq % C::STAGES, buf = seq & 1;
+	const uint32_t at = smem_addr(sm->ring[stage]);
+	uint32_t b[C::PLANES][4][NTL][2];
+	value_words<NTL, FP8> v;
+
+	mbar_wait(&sm->full[stage], seq / C::STAGES & 1);
+	if (FP8)
+		value_read<NTL, FP8>(at, w, 0, v);
+	mbar_wait(&sm->p_full[buf], seq >> 1 & 1);
+	if (p.flags & KVK_ATTN_LOADS)
+		return;
+	if (valid < (int32_t)TOKENS)
+		zero_tail<NTL, FP8>(sm->ring[stage], w, valid);
+	if (!FP8 || valid < (int32_t)TOKENS)
+		value_read<NTL, FP8>(at, w, 0, v);
+	value_probs<NTL, FP8>(sm, buf, st, b);
+	value_tile<NTL, FP8>(at, w, b, v, st);
+}
+
 /* A value warp: its latent dims of every piece, and the segment's end. */
 template <int NTL, bool FP8>
 KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
@@ -248,23 +304,12 @@ KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
 			st.m[nt] = -INFINITY;
 		for (uint32_t n = 0; n < g.nr_pieces; n++, seq++) {
 			int32_t valid = (int32_t)(g.s.len - (g.s.page0 + n) * TOKENS);
-			uint32_t stage = seq % C::STAGES, buf = seq & 1;
 
-			mbar_wait(&sm->p_full[buf], seq >> 1 & 1);
-			mbar_wait(&sm->full[stage], seq / C::STAGES & 1);
-			if (!(p.flags & KVK_ATTN_LOADS)) {
-				uint32_t b[C::PLANES][4][NTL][2];
-
-				if (valid < (int32_t)TOKENS)
-					zero_tail<NTL, FP8>(sm->ring[stage], w, valid);
-				value_probs<NTL, FP8>(sm, buf, st, b);
-				value_tile<NTL, FP8>(smem_addr(sm->ring[stage]), w, b,
-						     st);
-			}
+			value_piece<NTL, FP8>(p, seq, w, valid, st, sm);
 			__syncwarp();
 			if (lane == 0) {
-				mbar_arrive(&sm->p_empty[buf]);
-				mbar_arrive(&sm->empty[stage]);
+				mbar_arrive(&sm->p_empty[seq & 1]);
+				mbar_arrive(&sm->empty[seq % C::STAGES]);
 			}
 		}
 		mbar_wait(&sm->fin_full[i & 1], i >> 1 & 1);

@@ -32,7 +32,8 @@
 #define PLAN_SLOTS    (2 * PLAN_CTAS_MAX)
 #define PLAN_SLICES   64u
 #define PLAN_HOLE     0xffffffffu /* a word of a quick slot that is not written yet */
-#define PLAN_PATIENCE 30000	  /* clocks that a CTA waits for a unit's other parts */
+#define SMEM_AT	      1024  /* where dynamic shared memory starts; kernels check it */
+#define PLAN_PATIENCE 30000 /* clocks that a CTA waits for a unit's other parts */
 
 /* One CTA's share of one unit. */
 struct plan_seg {
@@ -202,6 +203,14 @@ KVK_DEV uint4 act_load8(const struct attn_params &p, size_t i)
 		return *(const uint4 *)((const __nv_bfloat16 *)p.q + i);
 	return make_uint4(pack_bf16(f[0].x, f[0].y), pack_bf16(f[0].z, f[0].w),
 			  pack_bf16(f[1].x, f[1].y), pack_bf16(f[1].z, f[1].w));
+}
+
+/* Two bf16 values to f16. */
+KVK_DEV uint32_t bf16_f16(uint32_t two)
+{
+	const float2 v = unpack_bf16(two);
+
+	return pack_f16(v.x, v.y);
 }
 
 KVK_DEV void out_store2(const struct attn_params &p, size_t i, float a, float b)

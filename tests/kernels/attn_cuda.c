@@ -271,6 +271,34 @@ KVT_TEST_T(late_ctas_merge_what_the_others_left, 120)
 	check_late(&l, 8);
 }
 
+/* One kv head merges by what the slots hold however many units there are; many are whole, some cut. */
+KVT_TEST_T(many_requests_of_one_kv_head, 120)
+{
+	struct kv_layout l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 1, 128);
+	u32 lengths[200], q[200], pages = 0;
+	struct world w;
+	float *first;
+
+	for (u32 r = 0; r < 200; r++) {
+		lengths[r] = 1 + r * 37 % 300;
+		q[r] = 1;
+		pages += (lengths[r] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
+	}
+	world_init(&w, &l, 12, pages + 1, lengths, q, 200);
+	run_device(&w, 0, false);
+	run_host(&w, 12, 0);
+	expect_close(&w, "requests/kv heads", 200, 1, 1e-3);
+	first = malloc(w.nr_out * sizeof(float));
+	memcpy(first, w.out, w.nr_out * sizeof(float));
+	for (int i = 0; i < 6; i++) {
+		run_device(&w, i % 3 ? KVK_ATTN_LATE | KVK_ATTN_PLAN : KVK_ATTN_PLAN,
+			   false);
+		KVT_EXPECT(!memcmp(first, w.out, w.nr_out * sizeof(float)));
+	}
+	free(first);
+	world_fini(&w);
+}
+
 /* Request @bad fails: NaN there, the others as the reference has them. */
 static void check_failed(const struct kv_layout *l, u32 heads, u32 bad)
 {
