@@ -26,7 +26,7 @@
  * permuted, and Q is permuted alike. P V: bytes taken as 16-bit pairs go through
  * movmatrix, which gives tokens 2c, 2c + 1 and two dims; one byte permute and two
  * conversions make the (k, k + 1) pairs of two operand registers. The K scale multiplies
- * the score, the V scale the probability, relative to the largest V scale so far, so that
+ * the score, the V scale the probability, relative to one near the largest so far, so that
  * P stays in the good range of f16.
  *
  * At a segment's end the warps of a head merge through shared memory in a fixed order
@@ -318,8 +318,8 @@ static bool gqa_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 	s.row_dim = l->head_dim;
 	s.hbs_force = a->flags >> 24 & 15;
 	s.tiles_min = 4; /* less is not worth a part to merge */
-	/* Few units: all are cut, and merging is what counts; choose_hbs() says 1 then.
-	 * Measured slower with BF16 pages. */
+	/* Few units: all are cut, and merging is what counts; choose_hbs() says 1 then, as it
+	 * does of one kv head. Measured slower with BF16 pages. */
 	s.quick_able =
 		l->dtype == KV_DTYPE_E4M3 && l->head_dim == 128 && s.unit_rows <= 16;
 	s.quick = s.quick_able && !s.hbs_force &&

@@ -14,16 +14,19 @@
  * tokens are M, query rows are N, so that 8 rows waste nothing. Three roles, no barrier
  * between the warps inside a segment: producer  one warp copies pieces into the ring;
  *   scores    4 warps, 16 tokens of the piece each: S = K Q^T with Q in registers,
- * scales, mask, own running maximum (rounded up to an integer, in log2 units), P to
- * shared memory; values    4 warps, 128 latent dims each: O^T += V^T P^T. The score
- * warps' maxima differ by whole powers of two, so bringing P to a common one is exact. P
- * has two buffers, so scores of the next piece run beside values of this one.
+ * scales, mask, own reference (an integer, in log2 units, raised to the largest score when
+ * one is more than 2^6 above it), P to shared memory; values    4 warps, 128 latent dims
+ * each: O^T += V^T P^T. The score warps' references differ by whole powers of two, so
+ * bringing P to a common one is exact. P has two buffers, so scores of the next piece run
+ * beside values of this one. With 8 rows there are 8 and 8 warps, and two teams of score
+ * warps take pieces in turn. Not memory but the value warps set the pace where pages come
+ * together, so only two are on their way then.
  *
  * Keys become the M operand by plain 16-byte reads and conversion (the order of dims in
  * the k-steps is permuted, Q alike); odd token rows read their two chunks in the other
  * order, which keeps the reads free of bank conflicts. Values: bytes as 16-bit pairs
  * through movmatrix, one byte permute and two conversions. The latent scale multiplies
- * score and probability (relative to the largest scale so far, a power of two), the rope
+ * score and probability (relative to a power of two near the largest scale so far), the rope
  * scale its part of the score. Tour 10/12.
  */
 #include "kernels/attn_mla_value.cuh"

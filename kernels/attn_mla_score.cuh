@@ -177,45 +177,6 @@ KVK_DEV void score_step(float (*acc)[4], const uint32_t *w0, const uint32_t *w1,
 		mma_16816<!FP8>(acc[nt], a, q[nt][0], q[nt][1]);
 }
 
-/*
- * Latent scores of 16 tokens, FP8, 8 query rows. As lds_pair(), lanes of odd rows read the second of their
- * two chunks first. Instead of putting their words in order, both orders of Q are multiplied: the
- * matrix unit has time, the unit that would move 64 words a page has not.
- */
-KVK_DEV void latent_scores(uint32_t row, int c, bool odd, const uint32_t (*qf)[1][2],
-			   float (*l)[4])
-{
-	float acc[2][2][4] = {}; /* [rows that are even, odd][first, second chunk] */
-
-#pragma unroll
-	for (int b = 0; b < LATENT / 128; b++) {
-#pragma unroll
-		for (int h = 0; h < 2; h++) {
-			const uint32_t at =
-				row + b * 128 + (2 * c + (h ? !odd : odd)) * 16;
-			const uint4 x = lds128(at), y = lds128(at + 8 * LATENT);
-			const uint32_t w0[4] = {x.x, x.y, x.z, x.w},
-				       w1[4] = {y.x, y.y, y.z, y.w};
-
-#pragma unroll
-			for (int i = 0; i < 4; i++) {
-				const uint32_t(*q)[1][2] = qf + b * 8 + i;
-				uint32_t a[4];
-
-				e4m3x4_f16(w0[i], a[0], a[2]);
-				e4m3x4_f16(w1[i], a[1], a[3]);
-				mma_16816<false>(acc[0][h], a, q[4 * h][0][0],
-						 q[4 * h][0][1]);
-				mma_16816<false>(acc[1][h], a, q[4 * !h][0][0],
-						 q[4 * !h][0][1]);
-			}
-		}
-	}
-#pragma unroll
-	for (int i = 0; i < 4; i++)
-		l[0][i] = odd ? acc[1][0][i] + acc[1][1][i] : acc[0][0][i] + acc[0][1][i];
-}
-
 /* Latent (l) and rope (r) scores of tokens t0 + g, t0 + g + 8. */
 template <int NTL, bool FP8>
 KVK_DEV void score_tile(uint32_t stage, int t0, const uint32_t (*qf)[NTL][2],
@@ -224,32 +185,26 @@ KVK_DEV void score_tile(uint32_t stage, int t0, const uint32_t (*qf)[NTL][2],
 	using C = mla_cfg<NTL, FP8>;
 	const int lane = threadIdx.x & 31, g = lane / 4, c = lane % 4;
 	const uint32_t row = stage + (t0 + g) * C::RB;
+	float acc[C::CHAINS][NTL][4] = {};
 	constexpr int WPS = FP8 ? 1 : 2; /* words of a k-step */
 
-	if constexpr (FP8 && NTL == 1) {
-		latent_scores(row, c, g & 1, qf, l);
-		r[0][0] = r[0][1] = r[0][2] = r[0][3] = 0.f;
-	} else {
-		float acc[C::CHAINS][NTL][4] = {};
+#pragma unroll
+	for (int b = 0; b < C::NB; b++) {
+		uint32_t w0[8], w1[8];
 
+		lds_pair(row + b * 128, c, g & 1, w0);
+		lds_pair(row + 8 * C::RB + b * 128, c, g & 1, w1);
 #pragma unroll
-		for (int b = 0; b < C::NB; b++) {
-			uint32_t w0[8], w1[8];
-
-			lds_pair(row + b * 128, c, g & 1, w0);
-			lds_pair(row + 8 * C::RB + b * 128, c, g & 1, w1);
+		for (int i = 0; i < C::KPW; i++)
+			score_step<NTL, FP8>(acc[i % C::CHAINS], w0 + i * WPS,
+					     w1 + i * WPS, qf[b * C::KPW + i]);
+	}
 #pragma unroll
-			for (int i = 0; i < C::KPW; i++)
-				score_step<NTL, FP8>(acc[i % C::CHAINS], w0 + i * WPS,
-						     w1 + i * WPS, qf[b * C::KPW + i]);
-		}
+	for (int i = 0; i < NTL * 4; i++) {
+		l[i / 4][i % 4] = r[i / 4][i % 4] = 0.f;
 #pragma unroll
-		for (int i = 0; i < NTL * 4; i++) {
-			l[i / 4][i % 4] = r[i / 4][i % 4] = 0.f;
-#pragma unroll
-			for (int k = 0; k < C::CHAINS; k++)
-				l[i / 4][i % 4] += acc[k][i / 4][i % 4];
-		}
+		for (int k = 0; k < C::CHAINS; k++)
+			l[i / 4][i % 4] += acc[k][i / 4][i % 4];
 	}
 	if (FP8) {
 		const uint32_t at = stage + C::ROPE_OFF + (t0 + g) * C::RR + c * 16;

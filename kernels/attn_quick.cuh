@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * attn_quick.cuh - how a unit's parts meet in an FP8 GQA step of few units: the data is its own
- * signal. Device code of attn_gqa.cu.
+ * attn_quick.cuh - how a unit's parts meet in an FP8 GQA step of few units or one kv head: the data is
+ * its own signal. Device code of attn_gqa.cu.
  *
  * A slot, its fence, the count, the look at the count and the read of the slots are four trips
  * to the L2, one after the other, a good part of a small launch. Here a slot is empty
