@@ -121,37 +121,35 @@ template <u32 W>
 KVK_DEV bool wide_enter(struct wide_shared<W> &sh, struct wide_row &row,
 			struct wide_cut &cut, u32 first, u32 last)
 {
-	const float hi = first ? row.max - (float)first / row.fine
+	const float bin = row.temperature * (1.0f / WIDE_FINE);
+	const float hi = first ? row.max - (float)first * bin
 			       : sample_logit(sample_key(row.max) + 1);
 	/* the last bin has all that is less likely, but what has no mass */
-	const float lo = last < WIDE_BINS - 1 ? row.max - (float)(last + 1) / row.fine
-					      : WIDE_LEAST;
-	u64 above = 0, inside = 0, left = 0;
+	const float lo =
+		last < WIDE_BINS - 1 ? row.max - (float)(last + 1) * bin : WIDE_LEAST;
+	u64 above = 0, inside = 0, bits = 0;
 
 	cut.lo = sample_key(lo);
 	cut.hi = sample_key(hi);
 	if (threadIdx.x == 0)
 		sh.part.listed = 0;
 	__syncthreads();
+	row.inside = 0;
 	wide_each(row, [&](float4 v, u32 s) {
-		const u32 four = (v.x >= lo) | (v.y >= lo) << 1 | (v.z >= lo) << 2 |
-				 (v.w >= lo) << 3;
+		const u32 from_lo = (v.x >= lo) | (v.y >= lo) << 1 | (v.z >= lo) << 2 |
+				    (v.w >= lo) << 3;
+		const u32 from_hi = (v.x >= hi) | (v.y >= hi) << 1 | (v.z >= hi) << 2 |
+				    (v.w >= hi) << 3;
 
-		left |= (u64)four << (s * 4);
+		row.inside |= (u64)(from_lo ^ from_hi) << (s * 4);
+		bits |= (u64)from_hi << (s * 4);
 	});
-	row.inside = left;
-	wide_inside(row, [&](float v, u32 bit) {
-		const u64 mass = wide_mass(row, v);
-
-		if (v >= hi) {
-			above += mass;
-			left ^= 1ull << bit;
-		} else {
-			inside += mass;
-			wide_list(sh, sample_key(v));
-		}
+	/* apart: a lane that lists a key would hold up all those of its warp that add up */
+	wide_some(row, bits, [&](float v) { above += wide_mass(row, v); });
+	wide_some(row, row.inside, [&](float v) {
+		inside += wide_mass(row, v);
+		wide_list(sh, sample_key(v));
 	});
-	row.inside = left;
 	wide_put_sum(sh, 0, above, sh.part.warp_mass);
 	wide_put_sum(sh, 1, inside, NULL);
 	__syncthreads();
@@ -279,7 +277,7 @@ KVK_DEV void wide_narrow(struct wide_shared<W> &sh, const struct wide_row &row,
 		for (u32 b = threadIdx.x; b < WIDE_PARTS; b += W * 32)
 			mass[b] = 0;
 		__syncthreads();
-		wide_inside(row, [&](float v, u32) {
+		wide_some(row, row.inside, [&](float v) {
 			const u32 key = sample_key(v), b = (key - cut.lo) >> shift;
 
 			if (key < cut.lo || key > cut.hi)

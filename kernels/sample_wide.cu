@@ -271,7 +271,7 @@ KVK_DEV u32 wide_walk(struct wide_shared<W> &sh, const struct wide_row &row,
 	return sh.chosen;
 }
 
-/* Finds cut and draw; writes the id. */
+/* Finds cut and draw. Return: the id, in the CTA that has it; ~0u. Behind wide_arrive(). */
 template <u32 W>
 KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, struct wide_row &row, float top_p,
 		      u64 seed, const float *slice)
@@ -279,8 +279,8 @@ KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, struct wide_row &row, float top
 	const u32 run = row.steps * WIDE_STEP, rank = blockIdx.x % row.ctas;
 	const bool all = !(top_p < 1.0f);
 	struct wide_cut cut = {};
-	u64 total = wide_total(sh, row, !all), one = 0, mass = 0, cuts = 0;
-	u32 first, last;
+	u64 total = wide_total(sh, row, !all), one = 0, mass = 0;
+	u32 first, last, cuts = 0;
 
 	if (!all) {
 		cut.want = (u64)ceil((double)top_p * (double)total);
@@ -296,7 +296,7 @@ KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, struct wide_row &row, float top
 		if (!wide_narrow_list(sh, row, cut))
 			wide_narrow(sh, row, cut);
 		one = wide_mass(row, sample_logit(cut.lo));
-		wide_inside(row, [&](float v, u32) {
+		wide_some(row, row.inside, [&](float v) {
 			const u32 key = sample_key(v);
 
 			mass += key > cut.lo ? wide_mass(row, v) : 0;
@@ -308,10 +308,11 @@ KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, struct wide_row &row, float top
 	if (threadIdx.x % 32 == 0) {
 		if (!all)
 			sh.part.warp_mass[threadIdx.x / 32] += mass;
-		sh.part.warp_cut[threadIdx.x / 32] = (u32)cuts;
+		sh.part.warp_cut[threadIdx.x / 32] = cuts;
 	}
 	tile_cluster_sync();
 	wide_find(sh, row, cut, total, one, seed);
+	wide_arrive();
 	if (sh.place.run / W != rank)
 		return ~0u;
 	return wide_walk(sh, row, sh.place, slice + sh.place.run % W * run,
@@ -397,7 +398,7 @@ __global__ void __launch_bounds__(W * 32, 32 / W)
 	const u32 warp = threadIdx.x / 32, mine = warp * run + threadIdx.x % 32 * 4;
 	struct wide_row row = {};
 	struct wide_best best = {};
-	bool mine_to_tell = blockIdx.x % p.ctas == 0;
+	bool mine_to_tell = blockIdx.x % p.ctas == 0, draws = false;
 	float top_p;
 	double sum;
 	u32 id;
@@ -427,24 +428,29 @@ __global__ void __launch_bounds__(W * 32, 32 / W)
 	if (best.bad && !(p.s.off & SAMPLE_NO_NAN)) {
 		id = 0;
 	} else if (kvk_absf(row.max) < INFINITY) {
+		draws = true;
+	}
+	if (draws) {
 		id = wide_draw(sh, row, top_p, a.seeds[r], slice);
 		mine_to_tell = id != ~0u;
+	} else {
+		wide_arrive();
 	}
 	if (a.ret_logprob) {
-		tile_cluster_sync(); /* sh.w32 and the words before have been read */
+		wide_wait(); /* sh.w32 and the words before have been read */
 		sum = wide_exp_sum(sh, row);
+		wide_arrive();
 	}
 	if (threadIdx.x == 0 && mine_to_tell) {
-		const float v = a.logits[(size_t)r * a.vocab + id];
-
 		a.ret_ids[r] = id;
 		if (a.ret_logprob)
 			a.ret_logprob[r] =
-				best.bad
-					? kvk_bits_f32(0x7fc00000u)
-					: (float)((double)v - (double)row.max - log(sum));
+				best.bad ? kvk_bits_f32(0x7fc00000u)
+					 : (float)((double)a.logits[(size_t)r * a.vocab +
+								    id] -
+						   (double)row.max - log(sum));
 	}
-	tile_cluster_sync(); /* nobody leaves while its memory is read */
+	wide_wait(); /* nobody leaves while its memory is read */
 }
 
 template <u32 W> static int wide_launch(const struct wide_params &p, kvk_stream stream)

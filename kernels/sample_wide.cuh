@@ -256,14 +256,14 @@ template <class F> KVK_DEV void wide_each(const struct wide_row &row, F f)
 		f(*(const float4 *)(row.logits + s * WIDE_STEP), s);
 }
 
-/* f(logit, bit) for those in the bracket */
-template <class F> KVK_DEV void wide_inside(const struct wide_row &row, F f)
+/* f(logit) for those of @bits */
+template <class F> KVK_DEV void wide_some(const struct wide_row &row, u64 bits, F f)
 {
 #pragma unroll 1
-	for (u64 left = row.inside; left; left &= left - 1) {
-		const u32 bit = (u32)__ffsll((long long)left) - 1;
+	for (; bits; bits &= bits - 1) {
+		const u32 bit = (u32)__ffsll((long long)bits) - 1;
 
-		f(row.logits[bit / 4 * WIDE_STEP + bit % 4], bit);
+		f(row.logits[bit / 4 * WIDE_STEP + bit % 4]);
 	}
 }
 
@@ -272,9 +272,12 @@ KVK_DEV u64 wide_mass(const struct wide_row &row, float logit)
 	return sample_mass(logit, row.max, row.scale, row.unit);
 }
 
+/* By an addition that leaves whole numbers: conversions take turns with the exponentials. */
 KVK_DEV u32 wide_bin(const struct wide_row &row, float logit)
 {
-	return min((u32)((row.max - logit) * row.fine), WIDE_BINS - 1);
+	const float b = fminf((row.max - logit) * row.fine, (float)(WIDE_BINS - 1));
+
+	return kvk_f32_bits(__fadd_rz(b, 8388608.0f)) % WIDE_BINS;
 }
 
 /* A warp's sum of @v to place @which; behind the next barrier warp 0 has the CTA's. */
