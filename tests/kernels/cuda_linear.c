@@ -114,11 +114,38 @@ static const struct shape shapes[] = {
 	{3700, 1296, 27, 1, false, true, true},
 };
 
+/*
+ * What racecheck, some hundred times slower, can do: every kernel and every number of tokens it is
+ * built for; CTAs alone, clusters of four and of eight, two chains of a CTA.
+ */
+static const struct shape brief[] = {
+	{130, 272, 65, 1, true, true, true},   {200, 1040, 5, 1, false, true, false},
+	{100, 544, 20, 2, false, true, false}, {68, 144, 130, 1, true, false, false},
+	{72, 528, 12, 1, false, false, true},
+};
+
+/* 29 tiles of 64 or 128 rows, more than clusters of eight find room for; 66, a CTA each */
+static void linear_brief(struct kvt_rng *g, u32 dtype)
+{
+	const u32 tile = dtype == KVK_E4M3 ? 128 : 64;
+	const struct shape many[] = {{tile * 29 - 3, 528, 7, 1, false, true, false},
+				     {tile * 66, 144, 9, 1, true, false, false}};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(brief); i++)
+		linear_case(g, dtype, i % 2 ? KVK_BF16 : KVK_F32, &brief[i]);
+	for (u32 i = 0; i < KV_ARRAY_SIZE(many); i++)
+		linear_case(g, dtype, KVK_BF16, &many[i]);
+}
+
 static void linear_all(u32 dtype)
 {
 	struct kvt_rng g = {kvt_rand64()};
 
 	gpu_ops();
+	if (gpu_sanitizer("racecheck")) {
+		linear_brief(&g, dtype);
+		return;
+	}
 	for (u32 i = 0; i < KV_ARRAY_SIZE(shapes); i++) {
 		if (dtype == KVK_E4M3 && shapes[i].cols % 16)
 			continue; /* rows of bytes would not start at 16 */
