@@ -45,6 +45,29 @@ KVK_DEV u32 end_next(const struct end_params &p, u32 kb)
 	return first < min(p.nr_blocks, END_CHAINS) ? first : p.nr_blocks;
 }
 
+/* How many blocks a CTA has whose first chain is @chain. */
+KVK_DEV u32 end_count(const struct end_params &p, u32 chain)
+{
+	u32 nr = 0;
+
+	for (u32 c = chain; c < END_CHAINS; c += p.ctas)
+		nr += (p.nr_blocks + END_CHAINS - 1 - c) / END_CHAINS;
+	return nr;
+}
+
+/* Block number *@i of a CTA from its chain *@chain on; both go to the chain that has it. */
+KVK_DEV u32 end_block(const struct end_params &p, u32 *chain, u32 *i)
+{
+	for (; *chain < END_CHAINS; *chain += p.ctas) {
+		const u32 nr = (p.nr_blocks + END_CHAINS - 1 - *chain) / END_CHAINS;
+
+		if (*i < nr)
+			break;
+		*i -= nr;
+	}
+	return *chain + *i * END_CHAINS;
+}
+
 /* Behind block @kb: a chain's sums to those before it; two parts: the second one stays. */
 template <u32 M>
 KVK_DEV void end_chain(const struct end_params &p, u32 kb, float (&acc)[M],
@@ -140,26 +163,28 @@ KVK_DEV float4 end_sum(const struct end_params &p, const float4 *part, u32 bytes
  * @part: [parts][N][ROWS + 4], so that no bank is met twice; @lane_row: the tile's row of [0]
  */
 template <u32 ROWS, u32 N, u32 KIND>
-KVK_DEV void end_store(const struct end_params &p, float *part, u32 chain, u32 lane_row,
-		       const float (&total)[N / 2], const float (&acc)[N / 2])
+KVK_DEV void end_store(const struct end_params &p, float *part, u32 tile, u32 chain,
+		       u32 lane_row, const float (&total)[N / 2],
+		       const float (&acc)[N / 2])
 {
-	const u32 lanes = ROWS / 4, line = ROWS + 4;
+	const u32 lanes = ROWS / 4, line = ROWS + 4, most = N / END_STEP;
 	const u32 t = threadIdx.x, share = max(N / p.ctas, 1u), first = chain * share;
-	const u32 row = blockIdx.x / p.ctas * ROWS + t % lanes * 4;
+	const u32 row = tile * ROWS + t % lanes * 4;
 	const u32 nr = row < p.a.w.rows ? min(p.a.w.rows - row, 4u) : 0;
 	const u32 left = p.a.nr_tokens - min(p.a.nr_tokens, blockIdx.z * N);
 	const u32 end = nr && first < N ? min(left, first + share) : 0;
 	const u64 base = blockIdx.z * N * p.y_stride + blockIdx.y * p.y_batch + row;
 	const u32 dtype = p.a.y_dtype;
-	u32 old[N / END_STEP][4] = {};
+	u32 old[most][4] = {};
 	float bias[4] = {};
 
 #pragma unroll
-	for (u32 k = 0; k < N / END_STEP; k++) {
+	for (u32 k = 0; k < most; k++) {
 		const u32 tok = first + t / lanes + k * END_STEP;
 
-		if (p.a.accumulate && tok < end)
-			end_get4<KIND>(p.a.y, dtype, base + tok * p.y_stride, nr, old[k]);
+		if (!p.a.accumulate || tok >= end)
+			break;
+		end_get4<KIND>(p.a.y, dtype, base + tok * p.y_stride, nr, old[k]);
 	}
 #pragma unroll
 	for (u32 i = 0; i < 4; i++)
@@ -176,34 +201,36 @@ KVK_DEV void end_store(const struct end_params &p, float *part, u32 chain, u32 l
 	}
 	tile_cluster_sync();
 #pragma unroll
-	for (u32 k = 0; k < N / END_STEP; k++) {
+	for (u32 k = 0; k < most; k++) {
 		const u32 tok = first + t / lanes + k * END_STEP;
 
-		if (tok < end) {
-			const float4 sum = end_sum(
-				p, (const float4 *)(part + tok * line + t % lanes * 4),
+		/* not one branch after the other over code that nobody has fetched: 2 us */
+		if (tok >= end)
+			break;
+		const float4 sum =
+			end_sum(p, (const float4 *)(part + tok * line + t % lanes * 4),
 				N * line * 4);
-			float v[4] = {sum.x, sum.y, sum.z, sum.w};
+		float v[4] = {sum.x, sum.y, sum.z, sum.w};
 
 #pragma unroll
-			for (u32 i = 0; i < 4; i++)
-				v[i] = v[i] + bias[i] + end_float<KIND>(old[k], i);
-			end_put4<KIND>(p.a.y, dtype, base + tok * p.y_stride, nr, v);
-		}
+		for (u32 i = 0; i < 4; i++)
+			v[i] = v[i] + bias[i] + end_float<KIND>(old[k], i);
+		end_put4<KIND>(p.a.y, dtype, base + tok * p.y_stride, nr, v);
 	}
 }
 
 /* By the 2 ROWS threads that multiplied; the others of the cluster meet them once. */
 template <u32 ROWS, u32 N>
-KVK_DEV void end_finish(const struct end_params &p, float *part, u32 chain, u32 lane_row,
-			const float (&total)[N / 2], const float (&acc)[N / 2])
+KVK_DEV void end_finish(const struct end_params &p, float *part, u32 tile, u32 chain,
+			u32 lane_row, const float (&total)[N / 2],
+			const float (&acc)[N / 2])
 {
 	if (p.kind == END_BF16)
-		end_store<ROWS, N, END_BF16>(p, part, chain, lane_row, total, acc);
+		end_store<ROWS, N, END_BF16>(p, part, tile, chain, lane_row, total, acc);
 	else if (p.kind == END_F32)
-		end_store<ROWS, N, END_F32>(p, part, chain, lane_row, total, acc);
+		end_store<ROWS, N, END_F32>(p, part, tile, chain, lane_row, total, acc);
 	else
-		end_store<ROWS, N, END_ANY>(p, part, chain, lane_row, total, acc);
+		end_store<ROWS, N, END_ANY>(p, part, tile, chain, lane_row, total, acc);
 }
 
 /* ------------------------------------------------------------------------------ launching */

@@ -6,21 +6,23 @@
  * A CTA takes 128 rows of W, a warp 16 of them. One thread has W fetched, blocks of 128 columns, as
  * many as the ring holds before the kernel in front has ended. All of them:
  *
- *	round	x comes in steps of 64 vectors of 128 values: a block of 64 tokens, or more
- *		blocks of fewer. Four threads make e4m3 codes of a vector, as f16, in place, with
- *		products instead of divisions (fp8_quotient.h).
+ *	round	x comes in steps of 32 or 64 vectors of 128 values: a block of 64 tokens, or more
+ *		blocks of fewer. Four or eight threads make e4m3 codes of a vector, as f16, in
+ *		place, with products instead of divisions (fp8_quotient.h).
  *	multiply a lane takes eight neighbouring columns of a row at once and makes f16 of them in
  *		registers (exact): A of wgmma; B is x. The columns of an instruction are
  *		linear.cu's, hence the order of x's pairs (fp8_round).
- *	scale	after each block its sums, times the scales of W's block and of the token's,
- *		are added in f32, as everywhere else.
+ *	scale	each block's sums, times the scales of W's block and of the token's, are added
+ *		in f32, as everywhere else.
  *
  * While the last block of a step is multiplied the next step is rounded. The bits are those of
  * linear.cu for any number of tokens.
  *
- * Predicted: 2048 x 6144 in 6 us at 64 tokens, 5 at one (W's bytes 3, then 2.5 from the end of the
- * kernel in front to the end of y). Measured 25 and 12: a block costs a warp 650 instructions at
- * 64 tokens and eight warps issue one in three clocks; docs/performance.md, "One rank".
+ * Predicted: W's bytes at 19 a clock and SM, 2.5 us from the end of the kernel in front to the end
+ * of y. At 64 tokens a block has 512 clocks of products and 8,192 values of x to round: about 600
+ * instructions of each warp, 1,200 clocks of issue on an SM. So 2048 x 6144 (6 blocks in each of
+ * 128 CTAs) 6 us, 5 at one token. Measured: docs/performance.md, "One rank"; more, because eight
+ * warps issue a third of that.
  */
 #include "kernels/linear_fp8.h"
 #include "kernels/fp8_quotient.h"
@@ -29,8 +31,8 @@
 #include "kernels/moe_wgmma.cuh"
 
 #define F8_ROWS	   128u
-#define F8_VECTORS 64u		       /* of x in a step */
-#define F8_STEP	   (F8_VECTORS * 256u) /* their bytes */
+#define F8_THREADS (2 * F8_ROWS)
+#define F8_BOX	   (F8_ROWS * 128u) /* bytes of a block of W */
 #define F8_TOKENS  64u
 #define F8_BLOCKS  96u /* of 128 columns, at most: 12,288 */
 #define F8_ALONE   66u /* tiles from which a CTA takes one alone */
@@ -41,19 +43,20 @@ struct fp8_params {
 	struct end_params e;
 };
 
-/* Shared memory for tiles of 128 rows x N tokens: the rings of W and x, x's scales, barriers. But
- * for 128 rows of 64 tokens, which take the registers too, two CTAs fit on an SM. */
+/* Shared memory for N tokens: the rings of W and x, scales, barriers. Two CTAs fit on an SM; 64
+ * tokens take the registers of two. */
 template <u32 N> struct fp8_size {
-	static const bool whole = N == 64;
-	static const u32 threads = 2 * F8_ROWS;
-	static const u32 w_box = F8_ROWS * 128;
+	static const u32 vectors = N <= 16 ? 32 : 64; /* of x in a step */
+	static const u32 blocks = vectors / N;
+	static const u32 group = N <= 16 ? blocks : 1; /* whose products run together */
+	static const u32 per = F8_THREADS / vectors;   /* threads that share a vector */
 	static const u32 x_half = N * 128; /* bytes of 64 columns of a block */
-	static const u32 blocks = F8_VECTORS / N;
+	static const u32 x_step = vectors * 256;
 	static const u32 x_deep = N == 64 ? 3 : 2;
-	static const u32 w_deep = N == 64 ? 6 : 5;
-	static const u32 x_at = w_deep * w_box;
-	static const u32 scales = x_at + x_deep * F8_STEP;
-	static const u32 w_scales = scales + x_deep * F8_VECTORS * 4;
+	static const u32 w_deep = N == 32 ? 5 : 6;
+	static const u32 x_at = w_deep * F8_BOX;
+	static const u32 scales = x_at + x_deep * x_step;
+	static const u32 w_scales = scales + x_deep * vectors * 4;
 	static const u32 w_full = w_scales + F8_BLOCKS * 4;
 	static const u32 w_used = w_full + w_deep * 8;
 	static const u32 x_full = w_used + w_deep * 8;
@@ -83,58 +86,65 @@ KVK_DEV void fp8_fetch_w(const struct fp8_params &p, u32 smem, struct fp8_feed *
 		return;
 	if (f->turn)
 		ptx_mbar_wait(smem + size::w_used + f->slot * 8, (f->turn - 1) & 1);
-	ptx_mbar_expect(bar, size::w_box);
-	tma_load_5d(smem + f->slot * size::w_box, &p.w, bar, at, f->policy);
+	ptx_mbar_expect(bar, F8_BOX);
+	tma_load_5d(smem + f->slot * F8_BOX, &p.w, bar, at, f->policy);
 	f->kb = end_next(p.e, f->kb);
 	if (++f->slot == size::w_deep)
 		f->slot = 0, f->turn++;
 }
 
-/* The first block of the step behind the one that begins with @kb. */
-template <u32 N> KVK_DEV u32 fp8_next_step(const struct end_params &p, u32 kb)
+/* To the slots of the group before. */
+template <u32 N>
+KVK_DEV void fp8_refill(const struct fp8_params &p, u32 smem, struct fp8_feed *f,
+			u32 *freed)
 {
+	if (threadIdx.x == 0) {
 #pragma unroll 1
-	for (u32 i = 0; i < fp8_size<N>::blocks && kb < p.nr_blocks; i++)
-		kb = end_next(p, kb);
-	return kb;
+		for (; *freed; (*freed)--)
+			fp8_fetch_w<N>(p, smem, f);
+	}
+	__syncwarp();
 }
 
-/* A step of x, from block @kb on: a thread of each warp takes a block. */
+/* struct fp8_ahead - which block of x this warp has fetched next: number @i from @chain on. Alone,
+ * a CTA has eight chains: to count from the first one each time took 0.3 us a block. */
+struct fp8_ahead {
+	u32 chain;
+	u32 i;
+};
+
+/* A step of x, from the CTA's block number @first of @count on: a thread of a warp per block. */
 template <u32 N>
-KVK_DEV void fp8_fetch_x(const struct fp8_params &p, u32 smem, u32 slot, u32 kb)
+KVK_DEV void fp8_fetch_x(const struct fp8_params &p, u32 smem, u32 slot,
+			 struct fp8_ahead *ahead, u32 first, u32 count)
 {
 	using size = fp8_size<N>;
-	const u32 bar = smem + size::x_full + slot * 8, mine = threadIdx.x / 32;
-	const u32 at = smem + size::x_at + slot * F8_STEP;
+	const u32 bar = smem + size::x_full + slot * 8, b = threadIdx.x / 32;
+	const u32 at = smem + size::x_at + slot * size::x_step + b * 2 * size::x_half;
 
-	if (threadIdx.x % 32 || mine >= size::blocks)
+	if (threadIdx.x % 32 || b >= size::blocks || first >= count)
 		return;
-#pragma unroll 1
-	for (u32 b = 0; b < size::blocks; b++) {
-		if (b % (size::threads / 32) == mine) {
-			if (kb >= p.e.nr_blocks) {
-				ptx_mbar_arrive(bar);
-				continue;
-			}
-			ptx_mbar_expect(bar, 2 * size::x_half);
-#pragma unroll
-			for (u32 h = 0; h < 2; h++)
-				tma_load_4d(at + (b * 2 + h) * size::x_half, &p.x, bar,
-					    (int)(kb * 128 + h * 64),
-					    (int)(blockIdx.z * N), (int)blockIdx.y, 0);
-		}
-		if (kb < p.e.nr_blocks)
-			kb = end_next(p.e, kb);
+	if (first + b >= count) {
+		ptx_mbar_arrive(bar);
+		return;
 	}
+	const u32 col = end_block(p.e, &ahead->chain, &ahead->i) * 128;
+
+	ahead->i += size::blocks;
+	ptx_mbar_expect(bar, 2 * size::x_half);
+	tma_load_4d(at, &p.x, bar, (int)col, (int)(blockIdx.z * N), (int)blockIdx.y, 0);
+	tma_load_4d(at + size::x_half, &p.x, bar, (int)col + 64, (int)(blockIdx.z * N),
+		    (int)blockIdx.y, 0);
 }
 
 /* --------------------------------------------------------------------------- rounding x */
 
-/* 32 values' codes as f16, in place. UP: they are multiplied by d.up first. */
-template <bool UP> KVK_DEV void fp8_codes(u32 (&q)[4][4], const struct kvk_fp8_divisor &d)
+/* Values' codes as f16, in place. UP: they are multiplied by d.up first. */
+template <bool UP, u32 M>
+KVK_DEV void fp8_codes(u32 (&q)[M][4], const struct kvk_fp8_divisor &d)
 {
 #pragma unroll
-	for (u32 i = 0; i < 16; i++) {
+	for (u32 i = 0; i < M * 4; i++) {
 		u32 *two = &q[i / 4][i % 4];
 		float lo = kvk_bits_f32(*two << 16);
 		float hi = kvk_bits_f32(*two & 0xffff0000u);
@@ -146,61 +156,61 @@ template <bool UP> KVK_DEV void fp8_codes(u32 (&q)[4][4], const struct kvk_fp8_d
 	}
 }
 
-/* Thread @i of a warp's eight vectors: no two of a quarter warp are in the same banks. */
-KVK_DEV u32 fp8_vector(u32 i)
+/* This thread's vector. Four threads each: no two of a quarter warp are in the same banks. */
+template <u32 N> KVK_DEV u32 fp8_vector(void)
 {
-	return (i & 1) << 2 | i >> 1;
+	const u32 t = threadIdx.x, i = t % 32 / 4;
+
+	if (fp8_size<N>::per == 4)
+		return t / 32 * 8 + ((i & 1) << 2 | i >> 1);
+	return t / fp8_size<N>::per;
 }
 
 /*
- * Codes for a step's first @nr vectors. Thread c of four has columns 8 c .. 8 c + 7 of each 32
- * of a vector. Its pairs are numbers 0 to 3; pair i becomes word c of piece i of the 32: so an
- * instruction's 16 columns are 8 c + 0 .. 3 of all four threads, the next one's 8 c + 4 .. 7, and
- * each thread's columns are where A's registers have them.
+ * Codes for a step's first @nr vectors. Four threads share a vector; if it is eight, half of it.
+ * Thread c of four has columns 8 c .. 8 c + 7 of each 32. Its pairs are numbers 0 to 3; pair i
+ * becomes word c of piece i of the 32: so an instruction's 16 columns are 8 c + 0 .. 3 of all
+ * four, the next one's 8 c + 4 .. 7, and each thread's columns are where A's registers have them.
  */
 template <u32 N> KVK_DEV void fp8_round(u8 *x, float *scales, u32 nr)
 {
 	using size = fp8_size<N>;
-	const u32 c = threadIdx.x % 4;
+	const u32 v = fp8_vector<N>(), c = threadIdx.x % 4, mine = 16 / size::per;
+	const u32 half = size::per == 8 ? threadIdx.x / 4 % 2 : 0;
+	u8 *row = x + v / N * (2 * size::x_half) + v % N * 128 + half * size::x_half;
+	u32 q[mine][4], top = 0;
 
+	if (v / 8 * 8 >= nr) /* none of the warp's: N is a multiple of 8 */
+		return;
 #pragma unroll
-	for (u32 first = 0; first < F8_VECTORS; first += size::threads / 4) {
-		const u32 v =
-			first + threadIdx.x / 32 * 8 + fp8_vector(threadIdx.x % 32 / 4);
-		u8 *row = x + v / N * (2 * size::x_half) + v % N * 128;
-		u32 q[4][4], top = 0;
+	for (u32 j = 0; j < mine; j++) {
+		const uint4 f = *(const uint4 *)(row + j / 2 * size::x_half +
+						 ((j % 2 * 4 + c) ^ v % 8) * 16);
 
-		if (v >= nr) /* none of the warp's */
-			continue;
+		q[j][0] = f.x, q[j][1] = f.y, q[j][2] = f.z, q[j][3] = f.w;
 #pragma unroll
-		for (u32 j = 0; j < 4; j++) {
-			const uint4 f = *(const uint4 *)(row + j / 2 * size::x_half +
-							 ((j % 2 * 4 + c) ^ v % 8) * 16);
-
-			q[j][0] = f.x, q[j][1] = f.y, q[j][2] = f.z, q[j][3] = f.w;
-#pragma unroll
-			for (u32 i = 0; i < 4; i++)
-				top = tile_max_bf16x2(top, q[j][i] & 0x7fff7fffu);
-		}
-		top = tile_max_bf16x2(top, __shfl_xor_sync(~0u, top, 1));
-		top = tile_max_bf16x2(top, __shfl_xor_sync(~0u, top, 2));
-		top = max(top << 16, top & 0xffff0000u);
-
-		const float scale = kvk_fp8_act_scale(kvk_bits_f32(top));
-		const struct kvk_fp8_divisor d = kvk_fp8_divide_by(scale);
-
-		if (__ballot_sync(~0u, d.up != 1.0f)) /* hardly ever */
-			fp8_codes<true>(q, d);
-		else
-			fp8_codes<false>(q, d);
-#pragma unroll
-		for (u32 i = 0; i < 16; i++)
-			*(u32 *)(row + i / 8 * size::x_half +
-				 ((i / 4 % 2 * 4 + i % 4) ^ v % 8) * 16 + c * 4) =
-				q[i / 4][i % 4];
-		if (c == 0)
-			scales[v] = scale;
+		for (u32 i = 0; i < 4; i++)
+			top = tile_max_bf16x2(top, q[j][i] & 0x7fff7fffu);
 	}
+#pragma unroll
+	for (u32 i = 1; i < size::per; i *= 2)
+		top = tile_max_bf16x2(top, __shfl_xor_sync(~0u, top, i));
+	top = max(top << 16, top & 0xffff0000u);
+
+	const float scale = kvk_fp8_act_scale(kvk_bits_f32(top));
+	const struct kvk_fp8_divisor d = kvk_fp8_divide_by(scale);
+
+	if (__ballot_sync(~0u, d.up != 1.0f)) /* hardly ever */
+		fp8_codes<true>(q, d);
+	else
+		fp8_codes<false>(q, d);
+#pragma unroll
+	for (u32 i = 0; i < mine * 4; i++)
+		*(u32 *)(row + i / 8 * size::x_half +
+			 ((i / 4 % 2 * 4 + i % 4) ^ v % 8) * 16 + c * 4) =
+			q[i / 4][i % 4];
+	if (threadIdx.x % size::per == 0)
+		scales[v] = scale;
 }
 
 /* ---------------------------------------------------------------------------- multiplying */
@@ -211,9 +221,9 @@ KVK_DEV u32 fp8_row(u32 g)
 	return (g & 3) << 1 | g >> 2;
 }
 
-/* Start the products of a block. @w: its slot; @x: of the step's share */
+/* Start the products of a block. @w: its slot; @x: of the step's share; @a: of the halves */
 template <u32 N>
-KVK_DEV void fp8_products(float (&sum)[N / 2], const u8 *w, u32 x, u32 (&a)[8][4])
+KVK_DEV void fp8_products(float (&sum)[N / 2], const u8 *w, u32 x, u32 (&a)[2][4][4])
 {
 	const u32 g = fp8_row(threadIdx.x % 32 / 4), c = threadIdx.x % 4;
 	const u8 *row = w + (threadIdx.x / 32 * 16 + g) * 128 + c % 2 * 8;
@@ -221,31 +231,35 @@ KVK_DEV void fp8_products(float (&sum)[N / 2], const u8 *w, u32 x, u32 (&a)[8][4
 
 #pragma unroll
 	for (u32 half = 0; half < 2; half++) {
-#pragma unroll
-		for (u32 j = half * 2; j < half * 2 + 2; j++) {
-			const u8 *at = row + ((j * 2 + c / 2) ^ g) * 16;
-			const uint2 lo = *(const uint2 *)at;
-			const uint2 hi = *(const uint2 *)(at + 8 * 128);
+		uint2 lo[2], hi[2];
 
-			a[2 * j][0] = arch_e4m3_f16(lo.x & 0xffff);
-			a[2 * j][1] = arch_e4m3_f16(hi.x & 0xffff);
-			a[2 * j][2] = arch_e4m3_f16(lo.x >> 16);
-			a[2 * j][3] = arch_e4m3_f16(hi.x >> 16);
-			a[2 * j + 1][0] = arch_e4m3_f16(lo.y & 0xffff);
-			a[2 * j + 1][1] = arch_e4m3_f16(hi.y & 0xffff);
-			a[2 * j + 1][2] = arch_e4m3_f16(lo.y >> 16);
-			a[2 * j + 1][3] = arch_e4m3_f16(hi.y >> 16);
+#pragma unroll
+		for (u32 j = 0; j < 2; j++) {
+			const u8 *at = row + (((half * 2 + j) * 2 + c / 2) ^ g) * 16;
+
+			lo[j] = *(const uint2 *)at;
+			hi[j] = *(const uint2 *)(at + 8 * 128);
+		}
+		wgm_wait<1>(); /* those that used this half's registers */
+#pragma unroll
+		for (u32 i = 0; i < 4; i++) {
+			const u32 l = i % 2 ? lo[i / 2].y : lo[i / 2].x;
+			const u32 h = i % 2 ? hi[i / 2].y : hi[i / 2].x;
+
+			a[half][i][0] = arch_e4m3_f16(l & 0xffff);
+			a[half][i][1] = arch_e4m3_f16(h & 0xffff);
+			a[half][i][2] = arch_e4m3_f16(l >> 16);
+			a[half][i][3] = arch_e4m3_f16(h >> 16);
 		}
 		wgm_fence();
 #pragma unroll
-		for (u32 i = half * 4; i < half * 4 + 4; i++) {
-			const u64 b =
-				wgm_desc_at(desc, half * (N * 128 / 16) + i % 4 * 2);
+		for (u32 i = 0; i < 4; i++) {
+			const u64 b = wgm_desc_at(desc, half * (N * 128 / 16) + i * 2);
 
 			if constexpr (N == 8)
-				tile_wgmma8(sum, a[i], b, i > 0);
+				tile_wgmma8(sum, a[half][i], b, half + i > 0);
 			else
-				moe_wgmma<N>(sum, a[i], b, i > 0);
+				moe_wgmma<N>(sum, a[half][i], b, half + i > 0);
 		}
 		wgm_commit();
 	}
@@ -269,138 +283,172 @@ KVK_DEV void fp8_scale(float (&acc)[N / 2], const float (&sum)[N / 2],
 
 /* The scales of W's blocks in this CTA's rows, by block of columns, to shared memory: a load for
  * each block on the way took as long as the rest of it. */
-template <u32 N> KVK_DEV void fp8_take_scales(const struct end_params &p, float *to)
+KVK_DEV void fp8_take_scales(const struct end_params &p, float *to, u32 tile)
 {
-	const u32 block = blockIdx.x / p.ctas * F8_ROWS / KVK_FP8_BLOCK;
 	const float *from =
 		(const float *)p.a.w.scales +
-		((u64)blockIdx.y * kvk_fp8_blocks(p.a.w.rows) + block) * p.nr_blocks;
+		((u64)blockIdx.y * kvk_fp8_blocks(p.a.w.rows) + tile) * p.nr_blocks;
 
-	for (u32 i = threadIdx.x; i < p.nr_blocks; i += fp8_size<N>::threads)
-		to[i] = __ldg(from + i);
+	if (threadIdx.x < p.nr_blocks)
+		to[threadIdx.x] = __ldg(from + threadIdx.x);
 }
 
-/* struct fp8_step - where a step of x lies */
-struct fp8_step {
-	u32 slot;
-	u32 turn; /* parity of its barrier */
-	u32 kb;	  /* its first block */
+/* struct fp8_at - how far a CTA is */
+struct fp8_at {
+	u32 kb;	    /* block that is scaled next */
+	u32 w_slot; /* whose products start next */
+	u32 w_turn;
+	u32 w_done; /* slot that is given back next */
+	u32 x_slot; /* step of x that is rounded next */
+	u32 x_turn;
 };
 
-/* Wait for a step and round it. */
-template <u32 N>
-KVK_DEV void fp8_take_x(const struct end_params &p, u8 *smem, const struct fp8_step &s)
+/* Wait for a step of x and round it; @nr: its blocks. Return: its slot */
+template <u32 N> KVK_DEV u32 fp8_take_x(u8 *smem, struct fp8_at *at, u32 nr)
 {
 	using size = fp8_size<N>;
-	u32 nr = 0;
+	const u32 slot = at->x_slot;
 
-	for (u32 k = s.kb; nr < F8_VECTORS && k < p.nr_blocks; k = end_next(p, k))
-		nr += N;
-	ptx_mbar_wait(ptx_smem(smem) + size::x_full + s.slot * 8, s.turn);
-	fp8_round<N>(smem + size::x_at + s.slot * F8_STEP,
-		     (float *)(smem + size::scales) + s.slot * F8_VECTORS, nr);
+	ptx_mbar_wait(ptx_smem(smem) + size::x_full + slot * 8, at->x_turn);
+	fp8_round<N>(smem + size::x_at + slot * size::x_step,
+		     (float *)(smem + size::scales) + slot * size::vectors, nr * N);
 	tile_fence_async(); /* these stores before the products' reads */
+	if (++at->x_slot == size::x_deep)
+		at->x_slot = 0, at->x_turn ^= 1;
+	return slot;
+}
+
+/* Start the products of @nr blocks. @x: of the step, as a shared address */
+template <u32 N>
+KVK_DEV void fp8_start(u8 *smem, struct fp8_at *at, u32 x, u32 nr,
+		       float (&sum)[fp8_size<N>::group][N / 2], u32 (&a)[2][4][4])
+{
+	using size = fp8_size<N>;
+
+#pragma unroll
+	for (u32 g = 0; g < size::group; g++) {
+		if (g >= nr)
+			break;
+		ptx_mbar_wait(ptx_smem(smem) + size::w_full + at->w_slot * 8, at->w_turn);
+		fp8_products<N>(sum[g], smem + at->w_slot * F8_BOX,
+				x + g * 2 * size::x_half, a);
+		if (++at->w_slot == size::w_deep)
+			at->w_slot = 0, at->w_turn ^= 1;
+	}
+}
+
+/* Their sums to the chain's. @scales: of x */
+template <u32 N>
+KVK_DEV void fp8_end(const struct end_params &p, u8 *smem, struct fp8_at *at,
+		     const float *scales, u32 nr,
+		     const float (&sum)[fp8_size<N>::group][N / 2], float (&total)[N / 2],
+		     float (&acc)[N / 2])
+{
+	using size = fp8_size<N>;
+	const float *w_scales = (const float *)(smem + size::w_scales);
+
+#pragma unroll
+	for (u32 g = 0; g < size::group; g++) {
+		if (g >= nr)
+			break;
+		if (threadIdx.x % 32 == 0)
+			ptx_mbar_arrive(ptx_smem(smem) + size::w_used + at->w_done * 8);
+		at->w_done = at->w_done + 1 == size::w_deep ? 0 : at->w_done + 1;
+		fp8_scale<N>(acc, sum[g], scales + g * N, w_scales[at->kb]);
+		end_chain(p, at->kb, acc, total);
+		at->kb = end_next(p, at->kb);
+	}
 }
 
 /* total = the chains' sums, added in turn; of two parts the second one in acc */
 template <u32 N>
-KVK_DEV void fp8_multiply(const struct fp8_params &p, u8 *smem, u32 chain,
+KVK_DEV void fp8_multiply(const struct fp8_params &p, u8 *smem, u32 chain, u32 count,
+			  struct fp8_feed *feed, struct fp8_ahead *ahead,
 			  float (&total)[N / 2], float (&acc)[N / 2])
 {
 	using size = fp8_size<N>;
-	const u32 base = ptx_smem(smem), nr_blocks = p.e.nr_blocks;
-	float *w_scales = (float *)(smem + size::w_scales);
-	struct fp8_step step = {0, 0, chain};
-	struct fp8_feed feed = {chain, 0, 0, (int)(blockIdx.x / p.e.ctas * F8_ROWS),
-				ptx_policy_stream()};
-	u32 w_slot = 0, w_turn = 0, x_kb = chain, kb = chain;
+	const u32 base = ptx_smem(smem);
+	struct fp8_at at = {chain, 0, 0, 0, 0, 0};
+	u32 next = 0, freed = 0, a[2][4][4];
+	float sum[size::group][N / 2];
 
-	if (threadIdx.x == 0) {
-#pragma unroll 1
-		for (u32 i = 0; i < size::w_deep; i++)
-			fp8_fetch_w<N>(p, base, &feed);
-	}
-	fp8_take_scales<N>(p.e, w_scales);
-	ptx_grid_wait();
-#pragma unroll 1
-	for (u32 i = 0; i < size::x_deep; i++) {
-		if (x_kb < nr_blocks)
-			fp8_fetch_x<N>(p, base, i, x_kb);
-		x_kb = fp8_next_step<N>(p.e, x_kb);
-	}
-	__syncwarp();
-	if (kb < nr_blocks)
-		fp8_take_x<N>(p.e, smem, step);
+	if (count)
+		next = fp8_take_x<N>(smem, &at, min(count, size::blocks));
 	__syncthreads();
-	while (kb < nr_blocks) {
-		const u32 slot = step.slot;
+	for (u32 first = 0; first < count; first += size::blocks) {
+		const u32 slot = next, nr = min(count - first, size::blocks);
+		const u32 behind = count - first - nr; /* blocks */
 		const float *scales =
-			(const float *)(smem + size::scales) + slot * F8_VECTORS;
+			(const float *)(smem + size::scales) + slot * size::vectors;
 
-		for (u32 b = 0; b < size::blocks && kb < nr_blocks; b++) {
-			const u32 next = end_next(p.e, kb), w_bar = base + w_slot * 8;
-			u32 a[8][4];
-			float sum[N / 2];
-
-			ptx_mbar_wait(w_bar + size::w_full, w_turn);
-			fp8_products<N>(sum, smem + w_slot * size::w_box,
-					base + size::x_at + slot * F8_STEP +
-						b * 2 * size::x_half,
-					a);
-			/* the slot of the block before */
-			if (threadIdx.x == 0 && kb != chain)
-				fp8_fetch_w<N>(p, base, &feed);
-			__syncwarp();
-			if (b + 1 == size::blocks && next < nr_blocks) {
-				step.slot = slot + 1 == size::x_deep ? 0 : slot + 1;
-				step.turn ^= step.slot == 0;
-				step.kb = next;
-				fp8_take_x<N>(p.e, smem, step);
-			}
+#pragma unroll 1
+		for (u32 b = 0; b < nr; b += size::group) {
+			/* several: they may be what is fetched now */
+			if (size::group > 1)
+				fp8_refill<N>(p, base, feed, &freed);
+			fp8_start<N>(smem, &at,
+				     base + size::x_at + slot * size::x_step +
+					     b * 2 * size::x_half,
+				     nr - b, sum, a);
+			if (size::group == 1)
+				fp8_refill<N>(p, base, feed, &freed);
+			if (b + size::group >= nr && behind)
+				next = fp8_take_x<N>(smem, &at,
+						     min(behind, size::blocks));
 			wgm_wait<0>();
-			wgm_keep(sum);
-			if (threadIdx.x % 32 == 0)
-				ptx_mbar_arrive(w_bar + size::w_used);
-			if (++w_slot == size::w_deep)
-				w_slot = 0, w_turn ^= 1;
-			fp8_scale<N>(acc, sum, scales + b * N, w_scales[kb]);
-			end_chain(p.e, kb, acc, total);
-			kb = next;
+#pragma unroll
+			for (u32 g = 0; g < size::group; g++)
+				wgm_keep(sum[g]);
+			fp8_end<N>(p.e, smem, &at, scales + b * N, nr - b, sum, total,
+				   acc);
+			freed = min(nr - b, size::group);
 		}
 		/* the next step is rounded, and everybody is through with this one */
 		__syncthreads();
-		if (x_kb < nr_blocks)
-			fp8_fetch_x<N>(p, base, slot, x_kb);
+		fp8_fetch_x<N>(p, base, slot, ahead, first + size::x_deep * size::blocks,
+			       count);
 		__syncwarp();
-		x_kb = fp8_next_step<N>(p.e, x_kb);
 	}
 }
 
 /* grid: (CTAs of a cluster x tiles of 128 rows, matrices, runs of N tokens) */
 template <u32 N>
-__global__ void __launch_bounds__(fp8_size<N>::threads, fp8_size<N>::whole ? 1 : 2)
+__global__ void __launch_bounds__(F8_THREADS, N == 64 ? 1 : 2)
 	linear_fp8_kernel(const __grid_constant__ struct fp8_params p)
 {
 	using size = fp8_size<N>;
 	DEV_DYNAMIC_SHARED_1K(fp8_smem);
 	const u32 smem = ptx_smem(fp8_smem), chain = blockIdx.x % p.e.ctas;
+	const u32 tile = blockIdx.x / p.e.ctas, count = end_count(p.e, chain);
 	const u32 lane_row = threadIdx.x / 32 * 16 + fp8_row(threadIdx.x % 32 / 4);
+	struct fp8_feed feed = {chain, 0, 0, (int)(tile * F8_ROWS), 0};
+	struct fp8_ahead ahead = {chain, threadIdx.x / 32};
 	float total[N / 2] = {}, acc[N / 2] = {};
 
 	ptx_grid_launch();
 	if (threadIdx.x == 0) {
 		for (u32 i = 0; i < size::w_deep; i++) {
 			ptx_mbar_init(smem + size::w_full + i * 8, 1);
-			ptx_mbar_init(smem + size::w_used + i * 8, size::threads / 32);
+			ptx_mbar_init(smem + size::w_used + i * 8, F8_THREADS / 32);
 		}
 		for (u32 i = 0; i < size::x_deep; i++)
 			ptx_mbar_init(smem + size::x_full + i * 8, size::blocks);
 		SM90_ASM("fence.mbarrier_init.release.cluster;" ::: "memory");
+		feed.policy = ptx_policy_stream();
+#pragma unroll 1
+		for (u32 i = 0; i < size::w_deep; i++)
+			fp8_fetch_w<N>(p, smem, &feed);
 	}
+	fp8_take_scales(p.e, (float *)(fp8_smem + size::w_scales), tile);
 	__syncthreads();
-	fp8_multiply<N>(p, fp8_smem, chain, total, acc);
-	__syncthreads(); /* the rings are used up: sums take their place */
-	end_finish<F8_ROWS, N>(p.e, (float *)fp8_smem, chain, lane_row, total, acc);
+	ptx_grid_wait();
+#pragma unroll
+	for (u32 i = 0; i < size::x_deep; i++)
+		fp8_fetch_x<N>(p, smem, i, &ahead, i * size::blocks, count);
+	__syncwarp();
+	fp8_multiply<N>(p, fp8_smem, chain, count, &feed, &ahead, total, acc);
+	/* the rings are used up: sums take their place */
+	end_finish<F8_ROWS, N>(p.e, (float *)fp8_smem, tile, chain, lane_row, total, acc);
 	tile_cluster_leave(); /* nobody leaves while its memory is read */
 }
 
@@ -429,7 +477,7 @@ template <u32 N> static int fp8_run(struct fp8_params *p, kvk_stream stream)
 		return r;
 	if (tiles < F8_ALONE)
 		end_split(&p->e, tiles, N == 64 ? END_EIGHTS / 2 : END_EIGHTS);
-	return end_launch(linear_fp8_kernel<N>, *p, F8_ROWS, N, fp8_size<N>::threads,
+	return end_launch(linear_fp8_kernel<N>, *p, F8_ROWS, N, F8_THREADS,
 			  fp8_size<N>::all, stream);
 }
 

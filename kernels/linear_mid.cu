@@ -157,6 +157,7 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 	using size = mid_size<N>;
 	DEV_DYNAMIC_SHARED_1K(mid_smem);
 	const u32 smem = ptx_smem(mid_smem), chain = blockIdx.x % p.e.ctas;
+	const u32 tile = blockIdx.x / p.e.ctas;
 	float total[N / 2] = {}, acc[N / 2] = {};
 
 	ptx_grid_launch();
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(MID_THREADS, 2)
 	if (threadIdx.x >= MID_USERS)
 		tile_cluster_sync();
 	else
-		end_finish<MID_ROWS, N>(p.e, (float *)mid_smem, chain,
+		end_finish<MID_ROWS, N>(p.e, (float *)mid_smem, tile, chain,
 					threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4,
 					total, acc);
 	tile_cluster_leave(); /* nobody leaves while its memory is read */
