@@ -240,7 +240,9 @@ KVK_DEV void fp8_products(float (&sum)[N / 2], const u8 *w, u32 x, u32 (&a)[2][4
 			lo[j] = *(const uint2 *)at;
 			hi[j] = *(const uint2 *)(at + 8 * 128);
 		}
-		wgm_wait<1>(); /* those that used this half's registers */
+		/* those of the block before that used this half's registers */
+		if constexpr (fp8_size<N>::group > 1)
+			wgm_wait<1>();
 #pragma unroll
 		for (u32 i = 0; i < 4; i++) {
 			const u32 l = i % 2 ? lo[i / 2].y : lo[i / 2].x;

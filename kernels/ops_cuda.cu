@@ -89,24 +89,6 @@ static bool linear_is_long(const struct kvk_linear_args *a)
 	       (u64)a->w.rows * a->w.cols * a->nr_batch >= LINEAR_LONG;
 }
 
-/*
- * Shapes that linear_few.cu does faster than linear_mid.cu, measured: 29 to 63 tiles of 64 rows make
- * clusters of eight that the GPU does not hold at once. us, few and mid:
- *	2112 x 7168: 1 token 10.6, 13.0; 4 11.0, 12.8; 8 13.8, 12.8
- *	2048 x 6144: 1 token 9.4, 11.6; 4 10.0, 11.8; 8 12.5, 11.8
- *	2048 x 2048: 1 token 4.5, 6.8; 4 5.5, 7.0; 8 6.4, 7.0; 16 10.5, 7.2
- *	1536 x 1536 (24 tiles): 1 token 3.3, 3.6; 2 4.5, 3.6
- */
-static bool linear_few_wins(const struct kvk_linear_args *a)
-{
-	const u64 tiles = (a->w.rows + 63ull) / 64 * a->nr_batch;
-	const bool is_short = a->w.cols <= 2048;
-
-	if (tiles > 28 && tiles < 64)
-		return a->nr_tokens <= (is_short ? 8 : 4);
-	return tiles >= 24 && tiles <= 28 && is_short && a->nr_tokens == 1;
-}
-
 /* What kvk_linear_cuda() refuses, kvk_linear_mid_ok() apart. */
 static bool linear_dense(const struct kvk_linear_args *a)
 {
@@ -116,8 +98,7 @@ static bool linear_dense(const struct kvk_linear_args *a)
 
 static int linear(const struct kvk_linear_args *a, kvk_stream stream)
 {
-	if (hopper_code && kvk_linear_mid_ok(a) && linear_dense(a) &&
-	    !linear_is_long(a) && !linear_few_wins(a))
+	if (hopper_code && kvk_linear_mid_ok(a) && linear_dense(a) && !linear_is_long(a))
 		return kvk_linear_mid_cuda(a, stream);
 	if (hopper_code && a->nr_tokens <= LINEAR_FP8 && kvk_linear_fp8_ok(a) &&
 	    linear_dense(a))
