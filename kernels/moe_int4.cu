@@ -12,6 +12,7 @@
 #include <mutex>
 #include "moe_cuda.h"
 #include "moe_int4.cuh"
+#include "moe_int4_step.h"
 #include "moe_int4_wide.h"
 #include "moe_plan.cuh"
 
@@ -159,7 +160,8 @@ static struct wide_mat wide_mat_make(const struct kvk_experts *e, int second)
  * No kernel is then needed before, only to clear them. */
 __device__ uint32_t moe_clean[CLEAN_BLOCKS][CLEAN_WORDS];
 
-static uint8_t *clean_counters(const void *workspace)
+/* Number of a workspace on the current device; -1: too many are known. */
+static int workspace_owner(const void *workspace)
 {
 	static std::mutex lock;
 	static struct {
@@ -169,21 +171,28 @@ static uint8_t *clean_counters(const void *workspace)
 	static uint32_t nr_owners;
 	const std::lock_guard<std::mutex> guard(lock);
 	uint32_t i;
-	void *base;
 	int dev;
 
-	if (cudaGetDevice(&dev) || cudaGetSymbolAddress(&base, moe_clean))
-		return NULL;
+	if (cudaGetDevice(&dev))
+		return -1;
 	for (i = 0; i < nr_owners; i++)
 		if (owner[i].workspace == workspace && owner[i].device == dev)
-			break;
+			return (int)i;
 	if (i == CLEAN_BLOCKS)
+		return -1;
+	owner[i].workspace = workspace;
+	owner[i].device = dev;
+	nr_owners++;
+	return (int)i;
+}
+
+static uint8_t *clean_counters(const void *workspace)
+{
+	const int i = workspace_owner(workspace);
+	void *base;
+
+	if (i < 0 || cudaGetSymbolAddress(&base, moe_clean))
 		return NULL;
-	if (i == nr_owners) {
-		owner[i].workspace = workspace;
-		owner[i].device = dev;
-		nr_owners++;
-	}
 	return (uint8_t *)base + (size_t)i * CLEAN_WORDS * 4;
 }
 
@@ -235,6 +244,31 @@ static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layou
 	k.scale_f16 = a->experts.scale_dtype == KVK_F16;
 	k.accumulate = a->accumulate;
 	return k;
+}
+
+/* A decode step of few tokens; > 0: not for this call. */
+static int step_run(const struct kvk_moe_args *a, uint32_t loads_only, kvk_stream stream)
+{
+	const int owner = moe_step_ok(a) ? workspace_owner(a->workspace) : -1;
+	struct moe_step k = {};
+
+	if (owner < 0 || owner >= (int)STEP_OWNERS)
+		return 1;
+	k.w13 = mat_make(&a->experts, 0);
+	k.w2 = mat_make(&a->experts, 1);
+	k.x = (const uint16_t *)a->x;
+	k.y = (uint16_t *)a->y;
+	k.ids = a->ids;
+	k.weights = a->weights;
+	k.hidden = a->experts.hidden;
+	k.inter = a->experts.inter;
+	k.nr_tokens = a->nr_tokens;
+	k.top_k = a->top_k;
+	k.nr_experts = a->experts.nr_experts;
+	k.scale_f16 = a->experts.scale_dtype == KVK_F16;
+	k.accumulate = a->accumulate;
+	k.loads_only = loads_only;
+	return moe_step_launch(&k, (uint32_t)owner, a->experts.group, stream);
 }
 
 static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,
@@ -297,8 +331,12 @@ static int i4_run(const struct kvk_moe_args *a, uint32_t loads_only, kvk_stream 
 	l = i4_layout_make(a, &v);
 	if (a->workspace_bytes < l.bytes)
 		return -EINVAL;
+	r = step_run(a, loads_only, stream);
+	if (r <= 0)
+		return r;
 	if (wide_tile(a) && !loads_only)
 		return wide_run(a, &l, stream);
+	r = 0;
 	k = i4_args(a, &l, &v);
 	k.loads_only = loads_only;
 	plan.ids = a->ids;

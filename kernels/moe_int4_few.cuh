@@ -43,6 +43,11 @@ __device__ __forceinline__ void dequant(uint32_t w, uint32_t (&p)[4])
 	}
 }
 
+__device__ __forceinline__ float swiglu(float gate, float up)
+{
+	return gate / (1.0f + __expf(-gate)) * up;
+}
+
 template <enum moe_mode MODE>
 __device__ __forceinline__ void tile_mma(float (&d)[4], const uint32_t (&a)[4],
 					 uint32_t b0, uint32_t b1, const float (&c)[4])
@@ -223,12 +228,12 @@ few_add(float (&acc)[2][1][4], const float (&s)[SUMS][4], const float (&sum)[SUM
  * One brick (32 rows x 128 columns) times up to 8 / P tokens. The eight columns of the tile
  * are P sets of 8 / P tokens, and each set takes part in the scale groups of its own: P groups
  * are added up in one accumulator, side by side, and a lane multiplies by the scales of one of
- * them only. acc[m tile][0][fragment] is what the sets have; unit_end() adds them.
+ * them only. @b: the lane's columns of block few_block(). acc[m tile][0][fragment] is what the sets have; unit_end() adds them.
  */
 template <int P, int G, enum moe_mode MODE>
-__device__ __forceinline__ void brick_few(float (&acc)[2][1][4], uint32_t brick,
-					  uint32_t x, uint32_t xrow,
-					  const struct few_lane<P> &f, uint32_t is_f16)
+__device__ __forceinline__ void
+brick_few_of(float (&acc)[2][1][4], uint32_t brick, const uint4 (&b)[4 / P], uint32_t x,
+	     uint32_t xrow, const struct few_lane<P> &f, uint32_t is_f16)
 {
 	/* blocks of 32 columns in a group and in a sum; sums */
 	constexpr int GB = G / 32, SPAN = GB * P, SUMS = 4 / SPAN;
@@ -240,18 +245,13 @@ __device__ __forceinline__ void brick_few(float (&acc)[2][1][4], uint32_t brick,
 	constexpr uint32_t O1 =
 		MODE == MOE_X ? 0x80808080u : 0xe480e480u; /* - 128, - 1152 */
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-	const uint32_t set = g / TOK, scale_set = 2 * t / TOK;
+	const uint32_t scale_set = 2 * t / TOK;
 	const uint32_t offset[4] = {O0, O0, O1, O1};
 	float zero[4] = {};
 	float s[SUMS][4], sum[SUMS][2][4], off[SUMS][4];
-	uint4 b[4 / P], v[SPAN];
+	uint4 v[SPAN];
 
 	static_assert(SUMS >= 1, "no more sets than groups");
-#pragma unroll
-	for (int i = 0; i < 4 / P; i++)
-		b[i] = load_tokens<MODE>(x + g % TOK * xrow,
-					 (i / GB * P + set) * GB + i % GB, t, f.inv,
-					 P > 1 || f.there);
 #pragma unroll
 	for (int i = 0; i < SUMS; i++)
 		group_scales(brick + KVK_BRICK_NIBBLES +
@@ -294,6 +294,31 @@ __device__ __forceinline__ void brick_few(float (&acc)[2][1][4], uint32_t brick,
 		}
 	}
 	few_add<P, SUMS, MODE, EARLY>(acc, s, sum, off, x, xrow);
+}
+
+/* The block of 32 columns that a lane's operand @i is of. */
+template <int P, int G> __device__ __forceinline__ uint32_t few_block(int i)
+{
+	constexpr int GB = G / 32;
+	const uint32_t set = threadIdx.x % 32 / 4 / (8 / P);
+
+	return (i / GB * P + set) * GB + i % GB;
+}
+
+/* The same with tokens in shared memory, @xrow bytes apart. */
+template <int P, int G, enum moe_mode MODE>
+__device__ __forceinline__ void brick_few(float (&acc)[2][1][4], uint32_t brick,
+					  uint32_t x, uint32_t xrow,
+					  const struct few_lane<P> &f, uint32_t is_f16)
+{
+	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+	uint4 b[4 / P];
+
+#pragma unroll
+	for (int i = 0; i < 4 / P; i++)
+		b[i] = load_tokens<MODE>(x + g % (8 / P) * xrow, few_block<P, G>(i), t,
+					 f.inv, P > 1 || f.there);
+	brick_few_of<P, G, MODE>(acc, brick, b, x, xrow, f, is_f16);
 }
 
 #endif /* KVK_MOE_INT4_FEW_CUH */

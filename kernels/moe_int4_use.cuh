@@ -10,11 +10,6 @@
 /* ------------------------------------------------------------------------------- results
  */
 
-__device__ __forceinline__ float swiglu(float gate, float up)
-{
-	return gate / (1.0f + __expf(-gate)) * up;
-}
-
 /* Largest bits over the eight lanes that share a token. */
 __device__ __forceinline__ uint32_t octet_max(uint32_t v)
 {

@@ -365,6 +365,30 @@ KVT_TEST(int4_group_128_many_rows)
 		(struct moe_case){KVK_INT4, 2304, 1152, 128, KVK_BF16, 5, 2, 0, false});
 }
 
+/* Up to 64 slots, where moe_int4_step.cu works: each group size; units of several row tiles, of
+ * one stage and of more; experts with one token, with eight and with more. */
+KVT_TEST(int4_few_slots)
+{
+	static const struct moe_case cases[] = {
+		{KVK_INT4, 2176, 256, 32, KVK_BF16, 40, 8, 0, false},
+		{KVK_INT4, 640, 512, 32, KVK_F16, 12, 8, 0, false},
+		{KVK_INT4, 384, 128, 64, KVK_BF16, 24, 3, 0, false},
+		{KVK_INT4, 1152, 256, 64, KVK_BF16, 9, 1, 0, false},
+		{KVK_INT4, 640, 256, 128, KVK_BF16, 16, 8, 0, false},
+		{KVK_INT4, 256, 384, 128, KVK_F16, 30, 5, 0, false},
+	};
+
+	need_gpu();
+	for (size_t i = 0; i < KV_ARRAY_SIZE(cases); i++)
+		for (u32 n = 1; n * cases[i].top_k <= 64; n += 1 + n / 3 * 2) {
+			struct moe_case c = cases[i];
+
+			c.nr_tokens = n;
+			c.accumulate = n == 2;
+			moe_once(&c);
+		}
+}
+
 KVT_TEST(fp8_blocks)
 {
 	moe_tokens((struct moe_case){KVK_E4M3, 264, 144, 0, KVK_BF16, 7, 3, 0, false});

@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_int4_step.cu - launcher of moe_int4_step.cuh's kernel, and the memory that is its own.
+ */
+#include <errno.h>
+#include "moe_int4_step_use.cuh"
+
+/* Zero at first, as counters are between calls; packets keep what their last call left. */
+__device__ uint32_t moe_step_state[STEP_OWNERS][4];
+__device__ alignas(16) uint64_t
+	moe_step_packets[STEP_OWNERS][STEP_SLOTS * STEP_INTER / 2];
+
+bool moe_step_ok(const struct kvk_moe_args *a)
+{
+	const struct kvk_pack p = kvk_pack_make(2 * a->experts.inter, a->experts.hidden,
+						a->experts.group, 1);
+
+	return p.wl == 1 && a->experts.inter <= STEP_INTER &&
+	       a->nr_tokens * a->top_k <= STEP_SLOTS;
+}
+
+template <int G> static int step_launch(const struct moe_step *k, cudaStream_t stream)
+{
+	using S = step_shape<G>;
+	cudaLaunchAttribute attr[1] = {};
+	cudaLaunchConfig_t cfg = {};
+	int dev, sms;
+
+	if (cudaGetDevice(&dev) ||
+	    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, dev) ||
+	    cudaFuncSetAttribute(moe_step_kernel<G>,
+				 cudaFuncAttributeMaxDynamicSharedMemorySize, S::DYNAMIC))
+		return -EIO;
+	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr[0].val.programmaticStreamSerializationAllowed = 1;
+	cfg.gridDim = dim3(sms);
+	cfg.blockDim = dim3(STEP_THREADS);
+	cfg.dynamicSmemBytes = S::DYNAMIC;
+	cfg.stream = stream;
+	cfg.attrs = attr;
+	cfg.numAttrs = 1;
+	return cudaLaunchKernelEx(&cfg, moe_step_kernel<G>, *k) ? -EIO : 0;
+}
+
+int moe_step_launch(struct moe_step *k, uint32_t owner, uint32_t group, void *stream)
+{
+	void *state, *packets;
+
+	if (cudaGetSymbolAddress(&state, moe_step_state) ||
+	    cudaGetSymbolAddress(&packets, moe_step_packets))
+		return -EIO;
+	k->state = (uint32_t *)state + 4 * owner;
+	k->packets = (uint64_t *)packets + (size_t)owner * STEP_SLOTS * STEP_INTER / 2;
+	switch (group) {
+	case 32:
+		return step_launch<32>(k, (cudaStream_t)stream);
+	case 64:
+		return step_launch<64>(k, (cudaStream_t)stream);
+	default:
+		return step_launch<128>(k, (cudaStream_t)stream);
+	}
+}

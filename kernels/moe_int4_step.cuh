@@ -1,0 +1,281 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_int4_step.cuh - one persistent kernel for the routed INT4 experts of a decode step of few
+ * tokens, where the time is latency: a rank of a wide split.
+ *
+ * Units are claimed in order from one counter:
+ *
+ *	FIRST	(token tile, row tile) of h = silu(W1 x) * (W3 x)
+ *	SECOND	(row tiles, token) of y, all experts of the token, so that nothing is left to add
+ *		up between CTAs
+ *
+ * A CTA is sixteen consumer warps, each with a brick of a stage of sixteen, and a feeding warp
+ * that sorts the slots and runs ahead through the units, so that weights of the second product
+ * stream while h is on its way.
+ *
+ * h travels in packets of eight bytes: two columns and, in the same word, a tag that says which
+ * call they are of. Who needs them reads until the tag is right; no counter, no fence, no second
+ * read. Packets are in memory of their own, which nobody else writes to: a tag cannot be there by
+ * chance. A unit waits only for units claimed before it.
+ *
+ * Arithmetic as in moe_int4.cuh; h is f16 with a power of two per 16 columns on its way and per
+ * 128 in the products.
+ */
+#ifndef KVK_MOE_INT4_STEP_CUH
+#define KVK_MOE_INT4_STEP_CUH
+
+#include "moe_int4_mma.cuh"
+#include "moe_int4_step.h"
+
+#define STEP_WARPS	16u /* consumers */
+#define STEP_THREADS	544u
+#define STEP_STAGES	5u
+#define STEP_TOKENS	8u	  /* of a tile */
+#define STEP_TAGS	0xffffffu /* a tag is 24 bits and never 0 */
+#define STEP_TOKEN_SUMS 36u	  /* floats; lanes of a quarter hit different banks */
+#define STEP_WARP_SUMS	(STEP_TOKENS * STEP_TOKEN_SUMS)
+
+enum step_type { STEP_FIRST, STEP_SECOND, STEP_END };
+
+/* struct step_unit - @tile: of FIRST; @token: of SECOND; @row: first row tile; @nr: bricks */
+struct step_unit {
+	uint32_t type, tile, row, nr;
+};
+
+struct step_shared {
+	uint64_t full[STEP_STAGES], empty[STEP_STAGES];
+	uint64_t q_full[MOE_QUEUE], q_empty[MOE_QUEUE];
+	alignas(16) struct step_unit unit[MOE_QUEUE];
+	uint32_t tag;
+	uint32_t expert[STEP_SLOTS];			     /* of a tile */
+	alignas(16) uint32_t slots[STEP_SLOTS][STEP_TOKENS]; /* of a tile; ~0: none */
+	uint32_t id[STEP_SLOTS];			     /* of a slot, as it came */
+	alignas(16) uint8_t h[STEP_WARPS][MOE_H_BRICK];
+	float sums[2][STEP_WARPS * STEP_WARP_SUMS];
+};
+
+template <int G> struct step_shape {
+	static constexpr int P = G == 32 ? 4 : G == 64 ? 2 : 1; /* sets side by side */
+	static constexpr uint32_t BRICK = KVK_BRICK_NIBBLES + 64u * (KVK_BRICK_COLS / G);
+	static constexpr uint32_t STAGE = STEP_WARPS * BRICK;
+	static constexpr uint32_t DYNAMIC = STEP_STAGES * STAGE + 128u;
+};
+
+/* Row tiles of a SECOND unit: as many as one stage holds. */
+__device__ __forceinline__ uint32_t step_rows(const struct moe_step &a)
+{
+	const uint32_t bricks = a.top_k * a.w2.kbricks;
+
+	return bricks >= STEP_WARPS ? 1 : STEP_WARPS / bricks;
+}
+
+/* --------------------------------------------------------------------------- feeding warp
+ */
+
+/* Slots of lanes and of lanes + 32 that have the same expert as this lane's slot @s. */
+__device__ __forceinline__ uint64_t step_same(uint32_t id0, uint32_t id1, uint32_t s,
+					      bool more)
+{
+	const uint32_t mine = s < 32 ? id0 : id1;
+	uint32_t other = 0;
+
+	if (more)
+#pragma unroll 8
+		for (uint32_t j = 0; j < 32; j++)
+			other |= (uint32_t)(__shfl_sync(~0u, s < 32 ? id1 : id0, j) ==
+					    mine)
+				 << j;
+	if (s < 32)
+		return __match_any_sync(~0u, mine) | (uint64_t)other << 32;
+	return other | (uint64_t)__match_any_sync(~0u, mine) << 32;
+}
+
+/* Put slot @s in its tile; @heads: first slots of tiles. */
+__device__ __forceinline__ void step_place(struct step_shared &sh, uint64_t same,
+					   uint64_t heads, uint32_t s, uint32_t id)
+{
+	const uint32_t rank = __popcll(same & ((1ull << s) - 1));
+	uint32_t tile;
+
+	for (uint32_t i = 0; i < rank / STEP_TOKENS * STEP_TOKENS; i++)
+		same &= same - 1;
+	tile = __popcll(heads & ((same & -same) - 1));
+	sh.slots[tile][rank % STEP_TOKENS] = s;
+	sh.expert[tile] = id;
+}
+
+/* Tiles by the order of their first slots, for up to 64 slots; returns how many. */
+__device__ __forceinline__ uint32_t step_plan(const struct moe_step &a,
+					      struct step_shared &sh)
+{
+	const uint32_t n = a.nr_tokens * a.top_k, lane = threadIdx.x % 32;
+	const bool more = n > 32;
+	uint32_t id[2];
+	uint64_t same[2], heads = 0;
+
+#pragma unroll
+	for (uint32_t i = 0; i < 2; i++) {
+		const uint32_t s = lane + 32 * i;
+
+		id[i] = s < n ? __ldcg(&a.ids[s]) : ~0u;
+		sh.id[s] = id[i];
+		/* nobody's: different from all others */
+		id[i] = s < n ? min(id[i], a.nr_experts - 1) : ~0u - s;
+		for (uint32_t t = 0; t < STEP_TOKENS; t += 4)
+			*(uint4 *)&sh.slots[s][t] = make_uint4(~0u, ~0u, ~0u, ~0u);
+	}
+	__syncwarp();
+#pragma unroll
+	for (uint32_t i = 0; i < 2; i++) {
+		const uint32_t s = lane + 32 * i;
+		bool head;
+
+		if (i && !more)
+			break;
+		same[i] = step_same(id[0], id[1], s, more);
+		head = s < n && __popcll(same[i] & ((1ull << s) - 1)) % STEP_TOKENS == 0;
+		heads |= (uint64_t)__ballot_sync(~0u, head) << 32 * i;
+	}
+#pragma unroll
+	for (uint32_t i = 0; i < 2; i++)
+		if (lane + 32 * i < n)
+			step_place(sh, same[i], heads, lane + 32 * i, id[i]);
+	__syncwarp();
+	return __popcll(heads);
+}
+
+__device__ __forceinline__ struct step_unit step_decode(const struct moe_step &a,
+							uint32_t nr_tiles, uint32_t c)
+{
+	const uint32_t nr_first = nr_tiles * a.w13.mtiles, rows = step_rows(a);
+	struct step_unit u = {STEP_FIRST, 0, 0, 0};
+
+	if (c < nr_first) {
+		u.tile = c / a.w13.mtiles;
+		u.row = c % a.w13.mtiles;
+		u.nr = a.w13.kbricks;
+		return u;
+	}
+	/* tokens of a row tile one after the other: where they share an expert, its weights are
+	 * in L2 */
+	c -= nr_first;
+	u.tile = c % a.nr_tokens;
+	u.row = c / a.nr_tokens * rows;
+	u.type = u.row < a.w2.mtiles ? STEP_SECOND : STEP_END;
+	if (u.type == STEP_SECOND)
+		u.nr = min(rows, a.w2.mtiles - u.row) * a.top_k * a.w2.kbricks;
+	return u;
+}
+
+/* Where brick @j of a unit is. */
+template <int G>
+__device__ __forceinline__ const uint8_t *
+step_brick(const struct moe_step &a, const struct step_shared &sh,
+	   const struct step_unit &u, uint32_t j)
+{
+	const bool first = u.type == STEP_FIRST;
+	const struct moe_mat &m = first ? a.w13 : a.w2;
+	uint32_t row = u.row, k = j, expert;
+
+	if (first) {
+		expert = sh.expert[u.tile];
+	} else {
+		const uint32_t one = a.top_k * m.kbricks;
+
+		row += j / one;
+		j %= one;
+		k = j % m.kbricks;
+		expert = min(sh.id[u.tile * a.top_k + j / m.kbricks], a.nr_experts - 1);
+	}
+	return m.base + expert * m.expert_bytes +
+	       (uint64_t)(row / m.wl * m.wl * m.kbricks + k * m.wl + row % m.wl) *
+		       step_shape<G>::BRICK;
+}
+
+template <int G>
+__device__ __forceinline__ void
+step_stream(const struct moe_step &a, struct step_shared &sh, const struct step_unit &u,
+	    struct moe_ring &r, uint64_t policy)
+{
+	using S = step_shape<G>;
+	const uint32_t lane = threadIdx.x % 32;
+
+	for (uint32_t at = 0; at < u.nr; at += STEP_WARPS) {
+		const uint32_t n = min(STEP_WARPS, u.nr - at);
+		const uint32_t bar = r.full + 8 * r.stage;
+		const uint8_t *src = NULL;
+
+		if (lane < n)
+			src = step_brick<G>(a, sh, u, at + lane);
+		ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
+		if (lane == 0)
+			ptx_mbar_expect(bar, n * S::BRICK);
+		__syncwarp();
+		if (lane < n)
+			ptx_bulk_stream(r.base + r.stage * S::STAGE + lane * S::BRICK,
+					src, S::BRICK, bar, policy);
+		ring_next<STEP_STAGES>(r);
+	}
+}
+
+/* The last CTA leaves the counters at zero and counts the call. When tags begin anew, old
+ * packets must go, and not before the consumers have seen all of this call's. */
+__device__ __forceinline__ void step_leave(const struct moe_step &a,
+					   struct step_shared &sh, uint32_t calls,
+					   struct moe_place p)
+{
+	const uint32_t lane = threadIdx.x % 32;
+	const bool wrap = (calls + 1) % STEP_TAGS == 0;
+	uint32_t before = 0;
+
+	if (wrap)
+		ptx_mbar_wait(ptx_smem(&sh.q_empty[p.q]), p.phase);
+	if (lane == 0) {
+		__threadfence();
+		before = atomicAdd(&a.state[1], 1);
+	}
+	if (__shfl_sync(~0u, before, 0) != gridDim.x - 1)
+		return;
+	for (uint32_t i = lane; wrap && i < STEP_SLOTS * STEP_INTER / 2; i += 32)
+		a.packets[i] = 0;
+	if (lane == 0) {
+		a.state[0] = 0;
+		a.state[1] = 0;
+		a.state[2] = calls + 1;
+	}
+}
+
+/* Claims units, hands them on, streams their weights. A CTA's first one is its own number. */
+template <int G>
+__device__ __forceinline__ void step_feed(const struct moe_step &a,
+					  struct step_shared &sh, struct moe_ring r)
+{
+	const uint32_t lane = threadIdx.x % 32;
+	const uint64_t policy = ptx_policy_stream();
+	const uint32_t calls = __ldcg(&a.state[2]);
+	const uint32_t nr_tiles = step_plan(a, sh);
+	struct step_unit u = step_decode(a, nr_tiles, blockIdx.x);
+	struct moe_place p = {};
+	uint32_t c = 0;
+
+	if (lane == 0)
+		sh.tag = calls % STEP_TAGS + 1;
+	for (;; place_next(p)) {
+		ptx_mbar_wait(ptx_smem(&sh.q_empty[p.q]), p.phase ^ 1);
+		if (lane == 0)
+			sh.unit[p.q] = u;
+		__syncwarp(); /* the first time: all that step_plan() wrote */
+		if (lane == 0)
+			ptx_mbar_arrive(ptx_smem(&sh.q_full[p.q]));
+		if (u.type == STEP_END)
+			break;
+		/* the round trip of the claim hides behind the unit's own weights */
+		if (lane == 0)
+			c = gridDim.x + atomicAdd(&a.state[0], 1);
+		step_stream<G>(a, sh, u, r, policy);
+		u = step_decode(a, nr_tiles, __shfl_sync(~0u, c, 0));
+	}
+	step_leave(a, sh, calls, p);
+}
+
+#endif /* KVK_MOE_INT4_STEP_CUH */

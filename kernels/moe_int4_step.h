@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_int4_step.h - routed INT4 experts for the few tokens of a decode step, in a rank of a
+ * wide split; for moe_int4.cu alone.
+ */
+#ifndef KVK_MOE_INT4_STEP_H
+#define KVK_MOE_INT4_STEP_H
+
+#include "kernels.h"
+#include "moe_int4.cuh"
+
+#define STEP_SLOTS  64u	 /* tokens x top k */
+#define STEP_INTER  512u /* columns of h */
+#define STEP_OWNERS 8u	 /* workspaces that have packets of their own */
+
+/* struct moe_step - argument block; all pointers are device memory */
+struct moe_step {
+	struct moe_mat w13;
+	struct moe_mat w2;
+	const uint16_t *x;    /* [nr_tokens][hidden] bf16 */
+	uint16_t *y;	      /* [nr_tokens][hidden] bf16 */
+	const uint32_t *ids;  /* [nr_slots] */
+	const float *weights; /* [nr_slots] */
+	uint32_t *state;      /* units claimed, CTAs that are through, calls so far */
+	uint64_t *packets;    /* [slot][inter / 2]: two columns of h, tag | exponent */
+	uint32_t hidden;
+	uint32_t inter;
+	uint32_t nr_tokens;
+	uint32_t top_k;
+	uint32_t nr_experts;
+	uint32_t scale_f16;
+	uint32_t accumulate;
+	uint32_t loads_only; /* bench: stream everything, multiply nothing */
+};
+
+/* Is that kernel the one for these shapes? */
+bool moe_step_ok(const struct kvk_moe_args *a);
+
+/**
+ * moe_step_launch() - queue it
+ * @k: all but state and packets
+ * @owner: number of the workspace, below STEP_OWNERS; two calls with the same never overlap
+ * @group: 32, 64 or 128
+ *
+ * Return: 0 or -EIO.
+ */
+int moe_step_launch(struct moe_step *k, uint32_t owner, uint32_t group, void *stream);
+
+#endif /* KVK_MOE_INT4_STEP_H */

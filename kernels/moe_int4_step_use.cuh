@@ -1,0 +1,344 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * moe_int4_step_use.cuh - the consumer warps of moe_int4_step.cuh, and the kernel.
+ *
+ * A warp asks for the tokens of its next brick before it multiplies the one before, across
+ * units too. Sums of a unit's warps meet in one of two buffers in turn; after the barrier the
+ * first warps of a turn write results while the others go on.
+ */
+#ifndef KVK_MOE_INT4_STEP_USE_CUH
+#define KVK_MOE_INT4_STEP_USE_CUH
+
+#include "moe_int4_step.cuh"
+
+/* struct step_work - a warp's place: brick @j of unit @u; for the lane: @b what it multiplies
+ * (FIRST: x; SECOND: two packets), @from where packets are, @weight of the slot */
+struct step_work {
+	struct step_unit u;
+	uint32_t j, n;
+	uint4 b[4];
+	const uint4 *from;
+	float weight;
+};
+
+/* Two packets; each is read as one. */
+__device__ __forceinline__ uint4 step_packets(const uint4 *from)
+{
+	uint64_t a, b;
+
+	asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+		     : "=l"(a), "=l"(b)
+		     : "l"(from)
+		     : "memory");
+	return make_uint4((uint32_t)a, (uint32_t)(a >> 32), (uint32_t)b,
+			  (uint32_t)(b >> 32));
+}
+
+__device__ __forceinline__ void step_send(uint64_t *to, uint32_t two, uint32_t tag)
+{
+	asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to),
+		     "l"(two | (uint64_t)tag << 32)
+		     : "memory");
+}
+
+/* The next unit, as soon as the feeding warp has it. */
+__device__ __forceinline__ void step_take(struct step_shared &sh, struct moe_place &p,
+					  struct step_work &w)
+{
+	const uint32_t lane = threadIdx.x % 32;
+
+	ptx_mbar_wait(ptx_smem(&sh.q_full[p.q]), p.phase);
+	w.u = sh.unit[p.q];
+	w.j = threadIdx.x / 32;
+	w.n = 0;
+	if (w.u.type == STEP_FIRST)
+		w.n = __popc(__ballot_sync(
+			~0u, lane < STEP_TOKENS &&
+				     sh.slots[w.u.tile][lane % STEP_TOKENS] != ~0u));
+	__syncwarp();
+	if (w.u.type == STEP_END) /* not before all is done */
+		return;
+	if (lane == 0)
+		ptx_mbar_arrive(ptx_smem(&sh.q_empty[p.q]));
+	place_next(p);
+}
+
+/* Lane's columns of brick j for up to 8 / P tokens. */
+template <int P, int G>
+__device__ __forceinline__ void
+step_load_x(const struct moe_step &a, const struct step_shared &sh, struct step_work &w)
+{
+	const uint32_t lane = threadIdx.x % 32, tok = lane / 4 % (8 / P);
+	/* lanes without a token: any that is there, times zero */
+	const uint32_t slot = sh.slots[w.u.tile][tok < w.n ? tok : 0];
+	const uint16_t *x = a.x + (uint64_t)(slot / a.top_k) * a.hidden +
+			    w.j * KVK_BRICK_COLS + lane % 4 * 8;
+
+#pragma unroll
+	for (int i = 0; i < 4 / P; i++)
+		w.b[i] = __ldcg((const uint4 *)(x + few_block<P, G>(i) * 32));
+}
+
+/* Ask for what brick j is multiplied by. */
+template <int G>
+__device__ __forceinline__ void
+step_ask(const struct moe_step &a, const struct step_shared &sh, struct step_work &w)
+{
+	constexpr int P = step_shape<G>::P;
+
+	if (w.j >= w.u.nr) /* also: no more units */
+		return;
+	if (w.u.type == STEP_SECOND) {
+		const uint32_t j = w.j % (a.top_k * a.w2.kbricks);
+		const uint32_t slot = w.u.tile * a.top_k + j / a.w2.kbricks;
+
+		w.from = (const uint4 *)(a.packets + (uint64_t)slot * (a.inter / 2) +
+					 j % a.w2.kbricks * (KVK_BRICK_COLS / 2)) +
+			 threadIdx.x % 32;
+		w.b[0] = step_packets(w.from);
+		w.weight = sh.id[slot] < a.nr_experts ? __ldcg(&a.weights[slot]) : NAN;
+	} else if (P > 1 && w.n <= 8 / P) {
+		step_load_x<P, G>(a, sh, w);
+	} else {
+		step_load_x<1, G>(a, sh, w);
+	}
+}
+
+/* 2^-@down as f16x2, or nothing */
+__device__ __forceinline__ uint32_t step_down(uint32_t down)
+{
+	const uint32_t one = down < 15	 ? (15 - down) << 10
+			     : down < 25 ? 1u << (24 - down)
+					 : 0;
+
+	return one | one << 16;
+}
+
+/* Packets to a brick of h in shared memory: one power of two for all columns, and the slot's
+ * weight in what it is multiplied by afterwards. */
+__device__ __forceinline__ uint32_t step_unpack(struct step_shared &sh,
+						struct step_work &w)
+{
+	const uint32_t lane = threadIdx.x % 32, h = ptx_smem(sh.h[threadIdx.x / 32]);
+	const uint32_t tag = sh.tag;
+	uint4 v = w.b[0];
+	uint32_t top;
+
+	while (v.y >> 8 != tag || v.w >> 8 != tag)
+		v = step_packets(w.from);
+	__syncwarp();
+	v.y &= 0xffu;
+	v.w &= 0xffu;
+	top = ptx_redux_max(max(v.y, v.w));
+	ptx_sts64(h + lane * 8u, ptx_mul_f16x2(v.x, step_down(top - v.y)),
+		  ptx_mul_f16x2(v.z, step_down(top - v.w)));
+	if (lane == 0)
+		ptx_sts32(h + 256u, __uint_as_float(top << 23) * w.weight);
+	__syncwarp();
+	return h;
+}
+
+/* All bricks of the unit @w that are the warp's, into acc; @w becomes the next unit. Every warp
+ * sees every stage, so it always knows the phase. */
+template <int P, enum moe_mode MODE, int G>
+__device__ __forceinline__ void step_mma(float (&acc)[2][1][4], const struct moe_step &a,
+					 struct step_shared &sh, struct step_work &w,
+					 struct moe_place &p, struct moe_ring &r)
+{
+	using S = step_shape<G>;
+	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+	const struct few_lane<P> f =
+		unit_begin<1, P, MODE>(acc, nullptr, MODE == MOE_X ? w.n : 1);
+	const uint32_t nr = w.u.nr;
+
+#pragma unroll 1
+	for (uint32_t at = 0; at < nr; at += STEP_WARPS) {
+		const bool mine = at + warp < nr;
+		struct step_work v = w;
+		uint32_t h = 0;
+
+		v.j += STEP_WARPS;
+		if (at + STEP_WARPS >= nr)
+			step_take(sh, p, v);
+		step_ask<G>(a, sh, v);
+		if (MODE != MOE_X && mine)
+			h = step_unpack(sh, w);
+		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
+		if (mine && !a.loads_only) {
+			const uint32_t brick =
+				r.base + r.stage * S::STAGE + warp * S::BRICK;
+
+			if constexpr (MODE == MOE_X) {
+				uint4 b[4 / P];
+
+#pragma unroll
+				for (int i = 0; i < 4 / P; i++)
+					b[i] = w.b[i];
+				brick_few_of<P, G, MODE>(acc, brick, b, 0, 0, f,
+							 a.scale_f16);
+			} else {
+				brick_few<P, G, MODE>(acc, brick, h, 0, f, a.scale_f16);
+			}
+		}
+		__syncwarp();
+		if (lane == 0)
+			ptx_mbar_arrive(r.empty + 8 * r.stage);
+		ring_next<STEP_STAGES>(r);
+		w = v;
+	}
+	unit_end<1, P, MODE>(acc);
+}
+
+/* ------------------------------------------------------------------------------- results
+ */
+
+/* A warp's share: [token][row]; of w13 the 16 gate rows, then the 16 up rows. */
+template <enum moe_mode MODE>
+__device__ __forceinline__ void step_put(float *sums, const float (&acc)[2][1][4],
+					 uint32_t n)
+{
+	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+
+	sums += threadIdx.x / 32 * STEP_WARP_SUMS;
+#pragma unroll
+	for (uint32_t i = 0; i < 8; i++) {
+		const uint32_t m = i / 4, c = i % 2, half = i / 2 % 2;
+		const uint32_t row =
+			MODE == MOE_X ? half * 16 + m * 8 : m * 16 + half * 8;
+
+		if (2 * t + c < n)
+			sums[(2 * t + c) * STEP_TOKEN_SUMS + row + g] = acc[m][0][i % 4];
+	}
+}
+
+/* h of two tokens, from those @pair begins: 16 columns, a lane each, to their packets. */
+__device__ __forceinline__ void
+step_first_end(const struct moe_step &a, const struct step_shared &sh, const float *sums,
+	       const struct step_unit &u, uint32_t n, uint32_t pair)
+{
+	const uint32_t col = threadIdx.x % 16, tok = pair + threadIdx.x % 32 / 16;
+	const bool there = tok < n;
+	float gate = 0, up = 0, h;
+	uint32_t top, slot, back, two;
+
+	sums += (there ? tok : 0) * STEP_TOKEN_SUMS + col;
+#pragma unroll
+	for (uint32_t w = 0; w < STEP_WARPS; w++) {
+		gate += sums[w * STEP_WARP_SUMS];
+		up += sums[w * STEP_WARP_SUMS + 16];
+	}
+	h = swiglu(gate, up);
+	top = __float_as_uint(h) & 0x7fffffffu;
+#pragma unroll
+	for (uint32_t i = 1; i < 16; i *= 2)
+		top = max(top, __shfl_xor_sync(~0u, top, i));
+	h *= h_scale(top);
+	back = __float_as_uint(h_back(h_scale(top))) >> 23;
+	h *= col & 2 ? MOE_H_HIGH : 1.0f;
+	two = ptx_f16x2(h, __shfl_down_sync(~0u, h, 1));
+	if (!there || col % 2)
+		return;
+	slot = sh.slots[u.tile][tok];
+	step_send(a.packets + (uint64_t)slot * (a.inter / 2) + u.row * 8 + col / 2, two,
+		  sh.tag << 8 | back);
+}
+
+/* y of one row tile, a row a lane. */
+__device__ __forceinline__ void step_second_end(const struct moe_step &a,
+						const float *sums,
+						const struct step_unit &u, uint32_t r)
+{
+	const uint32_t lane = threadIdx.x % 32, one = a.top_k * a.w2.kbricks;
+	const uint32_t nr = min(one, STEP_WARPS);
+	uint32_t *y = (uint32_t *)(a.y + (uint64_t)u.tile * a.hidden +
+				   (u.row + r) * KVK_BRICK_ROWS + lane);
+	float s = 0, hi;
+
+	sums += r * one * STEP_WARP_SUMS + lane;
+#pragma unroll 8
+	for (uint32_t w = 0; w < nr; w++)
+		s += sums[w * STEP_WARP_SUMS];
+	hi = __shfl_down_sync(~0u, s, 1);
+	if (lane % 2)
+		return;
+	if (a.accumulate) {
+		s += __uint_as_float(*y << 16);
+		hi += __uint_as_float(*y & 0xffff0000u);
+	}
+	*y = ptx_bf16x2(s, hi);
+}
+
+template <int G>
+__device__ __forceinline__ void step_use(const struct moe_step &a, struct step_shared &sh,
+					 struct moe_ring r)
+{
+	constexpr int P = step_shape<G>::P;
+	const uint32_t warp = threadIdx.x / 32;
+	struct moe_place p = {};
+	struct step_work w;
+
+	step_take(sh, p, w);
+	step_ask<G>(a, sh, w);
+	for (uint32_t turn = 0; w.u.type != STEP_END; turn++) {
+		const struct step_unit u = w.u;
+		const uint32_t n = w.n, self = (warp + turn) % STEP_WARPS;
+		float acc[2][1][4], *sums = sh.sums[turn % 2];
+
+		if (u.type == STEP_SECOND) {
+			step_mma<P, MOE_H16, G>(acc, a, sh, w, p, r);
+			step_put<MOE_H16>(sums, acc, 1);
+		} else if (P > 1 && n <= 8 / P) {
+			step_mma<P, MOE_X, G>(acc, a, sh, w, p, r);
+			step_put<MOE_X>(sums, acc, n);
+		} else {
+			step_mma<1, MOE_X, G>(acc, a, sh, w, p, r);
+			step_put<MOE_X>(sums, acc, n);
+		}
+		ptx_bar_sync(1, STEP_WARPS * 32);
+		if (u.type == STEP_FIRST && 2 * self < n)
+			step_first_end(a, sh, sums, u, n, 2 * self);
+		else if (u.type == STEP_SECOND && self < step_rows(a) &&
+			 u.row + self < a.w2.mtiles)
+			step_second_end(a, sums, u, self);
+	}
+	__syncwarp();
+	if (threadIdx.x % 32 == 0)
+		ptx_mbar_arrive(ptx_smem(&sh.q_empty[p.q]));
+}
+
+/* -------------------------------------------------------------------------------- kernel
+ */
+
+template <int G>
+__global__ void __launch_bounds__(STEP_THREADS, 1)
+	moe_step_kernel(const __grid_constant__ struct moe_step a)
+{
+	using S = step_shape<G>;
+	MOE_DYNAMIC(dynamic);
+	MOE_SHARED(struct step_shared, sh);
+	struct moe_ring r = {};
+
+	r.base = (ptx_smem(dynamic) + 127u) & ~127u;
+	r.full = ptx_smem(sh.full);
+	r.empty = ptx_smem(sh.empty);
+	if (threadIdx.x == STEP_THREADS - 1) {
+		for (uint32_t i = 0; i < STEP_STAGES; i++) {
+			ptx_mbar_init(ptx_smem(&sh.full[i]), 1);
+			ptx_mbar_init(ptx_smem(&sh.empty[i]), STEP_WARPS);
+		}
+		for (uint32_t i = 0; i < MOE_QUEUE; i++) {
+			ptx_mbar_init(ptx_smem(&sh.q_full[i]), 1);
+			ptx_mbar_init(ptx_smem(&sh.q_empty[i]), STEP_WARPS);
+		}
+		ptx_fence_async();
+	}
+	__syncthreads();
+	ptx_grid_launch();
+	ptx_grid_wait();
+	if (threadIdx.x / 32 == STEP_WARPS)
+		step_feed<G>(a, sh, r);
+	else
+		step_use<G>(a, sh, r);
+}
+
+#endif /* KVK_MOE_INT4_STEP_USE_CUH */
