@@ -27,8 +27,9 @@
 #include "moe_int4_mma.cuh"
 #include "moe_int4_step.h"
 
-#define STEP_WARPS	16u /* consumers */
-#define STEP_THREADS	544u
+#define STEP_WARPS 16u /* consumers */
+#define STEP_THREADS \
+	MOE_THREADS /* a feeding warp, and three that only give up registers */
 #define STEP_STAGES	5u
 #define STEP_TOKENS	8u	  /* of a tile */
 #define STEP_TAGS	0xffffffu /* a tag is 24 bits and never 0 */

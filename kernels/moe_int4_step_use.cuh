@@ -335,10 +335,14 @@ __global__ void __launch_bounds__(STEP_THREADS, 1)
 	__syncthreads();
 	ptx_grid_launch();
 	ptx_grid_wait();
-	if (threadIdx.x / 32 == STEP_WARPS)
-		step_feed<G>(a, sh, r);
-	else
+	if (threadIdx.x / 32 < STEP_WARPS) {
+		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOE_REGS_USE));
 		step_use<G>(a, sh, r);
+	} else {
+		SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOE_REGS_FEED));
+		if (threadIdx.x / 32 == STEP_WARPS)
+			step_feed<G>(a, sh, r);
+	}
 }
 
 #endif /* KVK_MOE_INT4_STEP_USE_CUH */
