@@ -15,8 +15,10 @@ bool moe_step_ok(const struct kvk_moe_args *a)
 	const struct kvk_pack p = kvk_pack_make(2 * a->experts.inter, a->experts.hidden,
 						a->experts.group, 1);
 
-	return p.wl == 1 && a->experts.inter <= STEP_INTER &&
-	       a->nr_tokens * a->top_k <= STEP_SLOTS;
+	const uint32_t slots = a->nr_tokens * a->top_k;
+
+	return p.wl == 1 && slots <= STEP_SLOTS &&
+	       slots * a->experts.inter <= STEP_SLOTS * STEP_INTER;
 }
 
 template <int G> static int step_launch(const struct moe_step *k, cudaStream_t stream)

@@ -329,6 +329,9 @@ static void moe_tokens(struct moe_case c)
 
 	need_gpu();
 	for (size_t i = 0; i < KV_ARRAY_SIZE(counts); i++) {
+		/* hundreds of times slower; what is left has the same kernels */
+		if (gpu_sanitizer("racecheck") && i % 2 == 0 && i > 0)
+			continue;
 		c.nr_tokens = counts[i];
 		c.accumulate = i == 2;
 		moe_once(&c);
@@ -343,9 +346,23 @@ KVT_TEST(int4_group_32)
 KVT_TEST(int4_many_experts)
 {
 	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 64, 4, 0, false});
+}
+
+KVT_TEST(int4_many_columns)
+{
 	moe_tokens((struct moe_case){KVK_INT4, 256, 1152, 64, KVK_F16, 40, 2, 0, false});
-	/* 7 tokens: two warps share the columns of a row tile */
-	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 90, 8, 0, false});
+}
+
+/* 9 tokens: two warps share the columns of a row tile */
+KVT_TEST(int4_two_warps_a_row_tile)
+{
+	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 130, 8, 0, false});
+}
+
+/* Up to 20 tokens: eight do, since h has too many columns for moe_int4_step.cu */
+KVT_TEST(int4_eight_warps_a_row_tile)
+{
+	moe_tokens((struct moe_case){KVK_INT4, 256, 896, 64, KVK_F16, 40, 2, 0, false});
 }
 
 /* From 33 tokens on: sums of the early row blocks among the last products. */
