@@ -34,6 +34,10 @@
 #define STEP_TOKENS	8u	  /* of a tile */
 #define STEP_TAGS	0xffffffu /* a tag is 24 bits and never 0 */
 #define STEP_TOKEN_SUMS 36u	  /* floats; lanes of a quarter hit different banks */
+#define STEP_NARROW	2u	  /* tokens whose columns are copied ahead, to a slot */
+#define STEP_ROW	320u	  /* bytes between them there: different banks */
+#define STEP_SLOT	(STEP_NARROW * STEP_ROW)
+#define STEP_NONE	0xffu
 #define STEP_WARP_SUMS	(STEP_TOKENS * STEP_TOKEN_SUMS)
 
 enum step_type { STEP_FIRST, STEP_SECOND, STEP_END };
@@ -43,23 +47,27 @@ struct step_unit {
 	uint32_t type, tile, row, nr;
 };
 
+/* Beside what is dynamic: the ring, and behind it two slots for each warp. */
 struct step_shared {
 	uint64_t full[STEP_STAGES], empty[STEP_STAGES];
 	uint64_t q_full[MOE_QUEUE], q_empty[MOE_QUEUE];
-	alignas(16) struct step_unit unit[MOE_QUEUE];
+	uint64_t sums_free; /* of a unit's sums: who reads them is through */
+	struct step_unit unit[MOE_QUEUE];
 	uint32_t tag;
-	uint32_t expert[STEP_SLOTS];			     /* of a tile */
-	alignas(16) uint32_t slots[STEP_SLOTS][STEP_TOKENS]; /* of a tile; ~0: none */
-	uint32_t id[STEP_SLOTS];			     /* of a slot, as it came */
-	alignas(16) uint8_t h[STEP_WARPS][MOE_H_BRICK];
-	float sums[2][STEP_WARPS * STEP_WARP_SUMS];
+	uint32_t expert[STEP_SLOTS]; /* of a tile */
+	uint32_t id[STEP_SLOTS];     /* of a slot, as it came */
+	/* of a tile; STEP_NONE: none */
+	alignas(8) uint8_t slots[STEP_SLOTS][STEP_TOKENS];
+	uint8_t tokens[STEP_SLOTS][STEP_TOKENS];
+	float sums[STEP_WARPS * STEP_WARP_SUMS];
 };
 
 template <int G> struct step_shape {
 	static constexpr int P = G == 32 ? 4 : G == 64 ? 2 : 1; /* sets side by side */
 	static constexpr uint32_t BRICK = KVK_BRICK_NIBBLES + 64u * (KVK_BRICK_COLS / G);
 	static constexpr uint32_t STAGE = STEP_WARPS * BRICK;
-	static constexpr uint32_t DYNAMIC = STEP_STAGES * STAGE + 128u;
+	static constexpr uint32_t DYNAMIC =
+		STEP_STAGES * STAGE + 2 * STEP_WARPS * STEP_SLOT + 128u;
 };
 
 /* Row tiles of a SECOND unit: as many as one stage holds. */
@@ -93,7 +101,8 @@ __device__ __forceinline__ uint64_t step_same(uint32_t id0, uint32_t id1, uint32
 
 /* Put slot @s in its tile; @heads: first slots of tiles. */
 __device__ __forceinline__ void step_place(struct step_shared &sh, uint64_t same,
-					   uint64_t heads, uint32_t s, uint32_t id)
+					   uint64_t heads, uint32_t s, uint32_t id,
+					   uint32_t top_k)
 {
 	const uint32_t rank = __popcll(same & ((1ull << s) - 1));
 	uint32_t tile;
@@ -101,7 +110,8 @@ __device__ __forceinline__ void step_place(struct step_shared &sh, uint64_t same
 	for (uint32_t i = 0; i < rank / STEP_TOKENS * STEP_TOKENS; i++)
 		same &= same - 1;
 	tile = __popcll(heads & ((same & -same) - 1));
-	sh.slots[tile][rank % STEP_TOKENS] = s;
+	sh.slots[tile][rank % STEP_TOKENS] = (uint8_t)s;
+	sh.tokens[tile][rank % STEP_TOKENS] = (uint8_t)(s / top_k);
 	sh.expert[tile] = id;
 }
 
@@ -122,8 +132,7 @@ __device__ __forceinline__ uint32_t step_plan(const struct moe_step &a,
 		sh.id[s] = id[i];
 		/* nobody's: different from all others */
 		id[i] = s < n ? min(id[i], a.nr_experts - 1) : ~0u - s;
-		for (uint32_t t = 0; t < STEP_TOKENS; t += 4)
-			*(uint4 *)&sh.slots[s][t] = make_uint4(~0u, ~0u, ~0u, ~0u);
+		*(uint64_t *)sh.slots[s] = ~0ull;
 	}
 	__syncwarp();
 #pragma unroll
@@ -140,7 +149,7 @@ __device__ __forceinline__ uint32_t step_plan(const struct moe_step &a,
 #pragma unroll
 	for (uint32_t i = 0; i < 2; i++)
 		if (lane + 32 * i < n)
-			step_place(sh, same[i], heads, lane + 32 * i, id[i]);
+			step_place(sh, same[i], heads, lane + 32 * i, id[i], a.top_k);
 	__syncwarp();
 	return __popcll(heads);
 }
@@ -201,20 +210,23 @@ step_stream(const struct moe_step &a, struct step_shared &sh, const struct step_
 	using S = step_shape<G>;
 	const uint32_t lane = threadIdx.x % 32;
 
+	/* a row tile's bricks lie one after the other, or each is a piece */
+	const uint32_t piece = u.type == STEP_FIRST && a.w13.wl == 1 ? 4 : 1;
+
 	for (uint32_t at = 0; at < u.nr; at += STEP_WARPS) {
-		const uint32_t n = min(STEP_WARPS, u.nr - at);
+		const uint32_t n = min(STEP_WARPS, u.nr - at), j = lane * piece;
 		const uint32_t bar = r.full + 8 * r.stage;
 		const uint8_t *src = NULL;
 
-		if (lane < n)
-			src = step_brick<G>(a, sh, u, at + lane);
+		if (j < n)
+			src = step_brick<G>(a, sh, u, at + j);
 		ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
 		if (lane == 0)
 			ptx_mbar_expect(bar, n * S::BRICK);
 		__syncwarp();
-		if (lane < n)
-			ptx_bulk_stream(r.base + r.stage * S::STAGE + lane * S::BRICK,
-					src, S::BRICK, bar, policy);
+		if (j < n)
+			ptx_bulk_stream(r.base + r.stage * S::STAGE + j * S::BRICK, src,
+					min(piece, n - j) * S::BRICK, bar, policy);
 		ring_next<STEP_STAGES>(r);
 	}
 }

@@ -2,24 +2,32 @@
 /*
  * moe_int4_step_use.cuh - the consumer warps of moe_int4_step.cuh, and the kernel.
  *
- * A warp asks for the tokens of its next brick before it multiplies the one before, across
- * units too. Sums of a unit's warps meet in one of two buffers in turn; after the barrier the
- * first warps of a turn write results while the others go on.
+ * A warp asks for the tokens of its next brick before it multiplies one, across units too: x goes
+ * to one of its two slots in shared memory, packets of h to registers that are free again since
+ * the ones before were unpacked. (Registers for both would be copied at the end of each turn, and
+ * a copy waits for what was asked for.) Sums of a unit's warps meet in shared memory; after the
+ * barrier the first warps of a turn write results while the others go on.
  */
 #ifndef KVK_MOE_INT4_STEP_USE_CUH
 #define KVK_MOE_INT4_STEP_USE_CUH
 
 #include "moe_int4_step.cuh"
 
-/* struct step_work - a warp's place: brick @j of unit @u; for the lane: @b what it multiplies
- * (FIRST: x; SECOND: two packets), @from where packets are, @weight of the slot */
+/* struct step_work - a warp's place: brick @j of unit @u, which has @n tokens. SECOND: the lane's
+ * @packets, @from where they are, @weight of their slot */
 struct step_work {
 	struct step_unit u;
 	uint32_t j, n;
-	uint4 b[4];
+	uint4 packets;
 	const uint4 *from;
 	float weight;
 };
+
+__device__ __forceinline__ void step_sts64(uint32_t a, uint32_t lo, uint32_t hi)
+{
+	asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(a), "r"(lo), "r"(hi)
+		     : "memory");
+}
 
 /* Two packets; each is read as one. */
 __device__ __forceinline__ uint4 step_packets(const uint4 *from)
@@ -63,45 +71,40 @@ __device__ __forceinline__ void step_take(struct step_shared &sh, struct moe_pla
 	place_next(p);
 }
 
-/* Lane's columns of brick j for up to 8 / P tokens. */
-template <int P, int G>
-__device__ __forceinline__ void
-step_load_x(const struct moe_step &a, const struct step_shared &sh, struct step_work &w)
+/* Where brick j's columns of x are for token @tok of the tile. */
+__device__ __forceinline__ const uint16_t *step_x(const struct moe_step &a,
+						  const struct step_shared &sh,
+						  const struct step_work &w, uint32_t tok)
 {
-	const uint32_t lane = threadIdx.x % 32, tok = lane / 4 % (8 / P);
-	/* lanes without a token: any that is there, times zero */
-	const uint32_t slot = sh.slots[w.u.tile][tok < w.n ? tok : 0];
-	const uint16_t *x = a.x + (uint64_t)(slot / a.top_k) * a.hidden +
-			    w.j * KVK_BRICK_COLS + lane % 4 * 8;
-
-#pragma unroll
-	for (int i = 0; i < 4 / P; i++)
-		w.b[i] = __ldcg((const uint4 *)(x + few_block<P, G>(i) * 32));
+	return a.x + (uint64_t)sh.tokens[w.u.tile][tok] * a.hidden + w.j * KVK_BRICK_COLS;
 }
 
-/* Ask for what brick j is multiplied by. */
-template <int G>
-__device__ __forceinline__ void
-step_ask(const struct moe_step &a, const struct step_shared &sh, struct step_work &w)
+/* Ask for what brick j is multiplied by, in an asynchronous group of its own. */
+__device__ __forceinline__ void step_ask(const struct moe_step &a,
+					 const struct step_shared &sh,
+					 struct step_work &w, uint32_t slot)
 {
-	constexpr int P = step_shape<G>::P;
+	const uint32_t lane = threadIdx.x % 32;
 
-	if (w.j >= w.u.nr) /* also: no more units */
-		return;
-	if (w.u.type == STEP_SECOND) {
-		const uint32_t j = w.j % (a.top_k * a.w2.kbricks);
-		const uint32_t slot = w.u.tile * a.top_k + j / a.w2.kbricks;
+	if (w.j >= w.u.nr) {
+		/* also: no more units */
+	} else if (w.u.type == STEP_SECOND) {
+		/* j = (row tile, slot, column brick), by products with reciprocals */
+		const uint32_t all = w.j * a.by_columns >> 16; /* all slots' before */
+		const uint32_t k = w.j - all * a.w2.kbricks;
+		const uint32_t s =
+			w.u.tile * a.top_k + all - (all * a.by_top_k >> 16) * a.top_k;
 
-		w.from = (const uint4 *)(a.packets + (uint64_t)slot * (a.inter / 2) +
-					 j % a.w2.kbricks * (KVK_BRICK_COLS / 2)) +
-			 threadIdx.x % 32;
-		w.b[0] = step_packets(w.from);
-		w.weight = sh.id[slot] < a.nr_experts ? __ldcg(&a.weights[slot]) : NAN;
-	} else if (P > 1 && w.n <= 8 / P) {
-		step_load_x<P, G>(a, sh, w);
-	} else {
-		step_load_x<1, G>(a, sh, w);
+		w.from = (const uint4 *)(a.packets + (uint64_t)s * (a.inter / 2) +
+					 k * (KVK_BRICK_COLS / 2)) +
+			 lane;
+		w.packets = step_packets(w.from);
+		w.weight = sh.id[s] < a.nr_experts ? __ldcg(&a.weights[s]) : NAN;
+	} else if (w.n <= STEP_NARROW && lane / 16 < w.n) {
+		ptx_copy16(slot + lane / 16 * STEP_ROW + lane % 16 * 16,
+			   step_x(a, sh, w, lane / 16) + lane % 16 * 8);
 	}
+	asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 /* 2^-@down as f16x2, or nothing */
@@ -114,14 +117,13 @@ __device__ __forceinline__ uint32_t step_down(uint32_t down)
 	return one | one << 16;
 }
 
-/* Packets to a brick of h in shared memory: one power of two for all columns, and the slot's
- * weight in what it is multiplied by afterwards. */
-__device__ __forceinline__ uint32_t step_unpack(struct step_shared &sh,
-						struct step_work &w)
+/* Packets to a brick of h in @slot: one power of two for all columns, and the routing weight in
+ * what it is multiplied by afterwards. */
+__device__ __forceinline__ void step_unpack(const struct step_shared &sh,
+					    const struct step_work &w, uint32_t slot)
 {
-	const uint32_t lane = threadIdx.x % 32, h = ptx_smem(sh.h[threadIdx.x / 32]);
-	const uint32_t tag = sh.tag;
-	uint4 v = w.b[0];
+	const uint32_t lane = threadIdx.x % 32, tag = sh.tag;
+	uint4 v = w.packets;
 	uint32_t top;
 
 	while (v.y >> 8 != tag || v.w >> 8 != tag)
@@ -130,20 +132,36 @@ __device__ __forceinline__ uint32_t step_unpack(struct step_shared &sh,
 	v.y &= 0xffu;
 	v.w &= 0xffu;
 	top = ptx_redux_max(max(v.y, v.w));
-	ptx_sts64(h + lane * 8u, ptx_mul_f16x2(v.x, step_down(top - v.y)),
-		  ptx_mul_f16x2(v.z, step_down(top - v.w)));
+	step_sts64(slot + lane * 8u, ptx_mul_f16x2(v.x, step_down(top - v.y)),
+		   ptx_mul_f16x2(v.z, step_down(top - v.w)));
 	if (lane == 0)
-		ptx_sts32(h + 256u, __uint_as_float(top << 23) * w.weight);
+		ptx_sts32(slot + 256u, __uint_as_float(top << 23) * w.weight);
 	__syncwarp();
-	return h;
+}
+
+/* More tokens than a slot holds: at once, to registers. */
+template <int P, int G>
+__device__ __forceinline__ void step_wide(uint4 (&b)[4 / P], const struct moe_step &a,
+					  const struct step_shared &sh,
+					  const struct step_work &w)
+{
+	const uint32_t lane = threadIdx.x % 32, tok = lane / 4;
+	/* lanes without a token: any that is there, times zero */
+	const uint16_t *x = step_x(a, sh, w, tok < w.n ? tok : 0) + lane % 4 * 8;
+
+#pragma unroll
+	for (int i = 0; i < 4 / P; i++)
+		b[i] = __ldcg((const uint4 *)(x + few_block<P, G>(i) * 32));
 }
 
 /* All bricks of the unit @w that are the warp's, into acc; @w becomes the next unit. Every warp
- * sees every stage, so it always knows the phase. */
-template <int P, enum moe_mode MODE, int G>
+ * sees every stage, so it always knows the phase. @slots: address of the warp's slots, the one
+ * that is next first */
+template <int P, enum moe_mode MODE, bool WIDE, int G>
 __device__ __forceinline__ void step_mma(float (&acc)[2][1][4], const struct moe_step &a,
 					 struct step_shared &sh, struct step_work &w,
-					 struct moe_place &p, struct moe_ring &r)
+					 struct moe_place &p, struct moe_ring &r,
+					 uint32_t (&slots)[2])
 {
 	using S = step_shape<G>;
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -153,38 +171,34 @@ __device__ __forceinline__ void step_mma(float (&acc)[2][1][4], const struct moe
 
 #pragma unroll 1
 	for (uint32_t at = 0; at < nr; at += STEP_WARPS) {
-		const bool mine = at + warp < nr;
-		struct step_work v = w;
-		uint32_t h = 0;
+		const bool mine = at + warp < nr && !a.loads_only;
+		const uint32_t brick = r.base + r.stage * S::STAGE + warp * S::BRICK;
+		const uint32_t slot = slots[0];
+		uint4 b[4 / P] = {};
 
-		v.j += STEP_WARPS;
+		if (MODE != MOE_X && at + warp < nr)
+			step_unpack(sh, w, slot);
+		if (WIDE && mine)
+			step_wide<P, G>(b, a, sh, w);
+		slots[0] = slots[1];
+		slots[1] = slot;
+		w.j += STEP_WARPS;
 		if (at + STEP_WARPS >= nr)
-			step_take(sh, p, v);
-		step_ask<G>(a, sh, v);
-		if (MODE != MOE_X && mine)
-			h = step_unpack(sh, w);
+			step_take(sh, p, w);
+		step_ask(a, sh, w, slots[0]);
+		asm volatile("cp.async.wait_group 1;" ::: "memory");
+		__syncwarp();
 		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
-		if (mine && !a.loads_only) {
-			const uint32_t brick =
-				r.base + r.stage * S::STAGE + warp * S::BRICK;
-
-			if constexpr (MODE == MOE_X) {
-				uint4 b[4 / P];
-
-#pragma unroll
-				for (int i = 0; i < 4 / P; i++)
-					b[i] = w.b[i];
-				brick_few_of<P, G, MODE>(acc, brick, b, 0, 0, f,
-							 a.scale_f16);
-			} else {
-				brick_few<P, G, MODE>(acc, brick, h, 0, f, a.scale_f16);
-			}
-		}
+		if (mine && WIDE)
+			brick_few_of<P, G, MODE>(acc, brick, b, 0, 0, f, a.scale_f16);
+		else if (mine)
+			brick_few<P, G, MODE>(acc, brick, slot,
+					      MODE == MOE_X ? STEP_ROW : 0, f,
+					      a.scale_f16);
 		__syncwarp();
 		if (lane == 0)
 			ptx_mbar_arrive(r.empty + 8 * r.stage);
 		ring_next<STEP_STAGES>(r);
-		w = v;
 	}
 	unit_end<1, P, MODE>(acc);
 }
@@ -212,16 +226,17 @@ __device__ __forceinline__ void step_put(float *sums, const float (&acc)[2][1][4
 }
 
 /* h of two tokens, from those @pair begins: 16 columns, a lane each, to their packets. */
-__device__ __forceinline__ void
-step_first_end(const struct moe_step &a, const struct step_shared &sh, const float *sums,
-	       const struct step_unit &u, uint32_t n, uint32_t pair)
+__device__ __forceinline__ void step_first_end(const struct moe_step &a,
+					       const struct step_shared &sh,
+					       const struct step_unit &u, uint32_t n,
+					       uint32_t pair)
 {
 	const uint32_t col = threadIdx.x % 16, tok = pair + threadIdx.x % 32 / 16;
 	const bool there = tok < n;
 	float gate = 0, up = 0, h;
+	const float *sums = sh.sums + (there ? tok : 0) * STEP_TOKEN_SUMS + col;
 	uint32_t top, slot, back, two;
 
-	sums += (there ? tok : 0) * STEP_TOKEN_SUMS + col;
 #pragma unroll
 	for (uint32_t w = 0; w < STEP_WARPS; w++) {
 		gate += sums[w * STEP_WARP_SUMS];
@@ -273,36 +288,43 @@ __device__ __forceinline__ void step_use(const struct moe_step &a, struct step_s
 					 struct moe_ring r)
 {
 	constexpr int P = step_shape<G>::P;
-	const uint32_t warp = threadIdx.x / 32;
+	const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+	uint32_t slots[2];
 	struct moe_place p = {};
-	struct step_work w;
+	struct step_work w = {};
 
+	slots[0] = r.base + STEP_STAGES * step_shape<G>::STAGE + 2 * warp * STEP_SLOT;
+	slots[1] = slots[0] + STEP_SLOT;
 	step_take(sh, p, w);
-	step_ask<G>(a, sh, w);
+	step_ask(a, sh, w, slots[0]);
 	for (uint32_t turn = 0; w.u.type != STEP_END; turn++) {
 		const struct step_unit u = w.u;
 		const uint32_t n = w.n, self = (warp + turn) % STEP_WARPS;
-		float acc[2][1][4], *sums = sh.sums[turn % 2];
+		float acc[2][1][4];
 
-		if (u.type == STEP_SECOND) {
-			step_mma<P, MOE_H16, G>(acc, a, sh, w, p, r);
-			step_put<MOE_H16>(sums, acc, 1);
-		} else if (P > 1 && n <= 8 / P) {
-			step_mma<P, MOE_X, G>(acc, a, sh, w, p, r);
-			step_put<MOE_X>(sums, acc, n);
-		} else {
-			step_mma<1, MOE_X, G>(acc, a, sh, w, p, r);
-			step_put<MOE_X>(sums, acc, n);
-		}
+		if (u.type == STEP_SECOND)
+			step_mma<P, MOE_H16, false, G>(acc, a, sh, w, p, r, slots);
+		else if (n <= STEP_NARROW)
+			step_mma<P, MOE_X, false, G>(acc, a, sh, w, p, r, slots);
+		else
+			step_mma<1, MOE_X, true, G>(acc, a, sh, w, p, r, slots);
+		ptx_mbar_wait(ptx_smem(&sh.sums_free), ~turn & 1);
+		if (u.type == STEP_SECOND)
+			step_put<MOE_H16>(sh.sums, acc, 1);
+		else
+			step_put<MOE_X>(sh.sums, acc, n);
 		ptx_bar_sync(1, STEP_WARPS * 32);
 		if (u.type == STEP_FIRST && 2 * self < n)
-			step_first_end(a, sh, sums, u, n, 2 * self);
+			step_first_end(a, sh, u, n, 2 * self);
 		else if (u.type == STEP_SECOND && self < step_rows(a) &&
 			 u.row + self < a.w2.mtiles)
-			step_second_end(a, sums, u, self);
+			step_second_end(a, sh.sums, u, self);
+		__syncwarp();
+		if (lane == 0)
+			ptx_mbar_arrive(ptx_smem(&sh.sums_free));
 	}
 	__syncwarp();
-	if (threadIdx.x % 32 == 0)
+	if (lane == 0)
 		ptx_mbar_arrive(ptx_smem(&sh.q_empty[p.q]));
 }
 
@@ -326,6 +348,7 @@ __global__ void __launch_bounds__(STEP_THREADS, 1)
 			ptx_mbar_init(ptx_smem(&sh.full[i]), 1);
 			ptx_mbar_init(ptx_smem(&sh.empty[i]), STEP_WARPS);
 		}
+		ptx_mbar_init(ptx_smem(&sh.sums_free), STEP_WARPS);
 		for (uint32_t i = 0; i < MOE_QUEUE; i++) {
 			ptx_mbar_init(ptx_smem(&sh.q_full[i]), 1);
 			ptx_mbar_init(ptx_smem(&sh.q_empty[i]), STEP_WARPS);

@@ -198,12 +198,6 @@ __device__ __forceinline__ void ptx_sts32(uint32_t a, float v)
 	asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
 }
 
-__device__ __forceinline__ void ptx_sts64(uint32_t a, uint32_t lo, uint32_t hi)
-{
-	asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(a), "r"(lo), "r"(hi)
-		     : "memory");
-}
-
 __device__ __forceinline__ float ptx_f16_f32(uint32_t bits)
 {
 	float v;
