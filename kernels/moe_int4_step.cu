@@ -54,7 +54,6 @@ int moe_step_launch(struct moe_step *k, uint32_t owner, uint32_t group, void *st
 	k->state = (uint32_t *)state + 4 * owner;
 	k->packets = (uint64_t *)packets + (size_t)owner * STEP_SLOTS * STEP_INTER / 2;
 	k->by_columns = 65535 / k->w2.kbricks + 1;
-	k->by_top_k = 65535 / k->top_k + 1;
 	switch (group) {
 	case 32:
 		return step_launch<32>(k, (cudaStream_t)stream);

@@ -70,12 +70,18 @@ template <int G> struct step_shape {
 		STEP_STAGES * STAGE + 2 * STEP_WARPS * STEP_SLOT + 128u;
 };
 
-/* Row tiles of a SECOND unit: as many as one stage holds. */
+/* Row tiles of a SECOND unit: a power of two, as many as fill a stage, and not only one, so that
+ * neighbours' bricks are one piece. */
+__device__ __forceinline__ uint32_t step_log_rows(const struct moe_step &a)
+{
+	const uint32_t bricks = a.top_k * a.w2.kbricks; /* of a row tile */
+
+	return bricks > 4 ? 1 : bricks > 2 ? 2 : 5 - bricks;
+}
+
 __device__ __forceinline__ uint32_t step_rows(const struct moe_step &a)
 {
-	const uint32_t bricks = a.top_k * a.w2.kbricks;
-
-	return bricks >= STEP_WARPS ? 1 : STEP_WARPS / bricks;
+	return 1u << step_log_rows(a);
 }
 
 /* --------------------------------------------------------------------------- feeding warp
@@ -173,11 +179,11 @@ __device__ __forceinline__ struct step_unit step_decode(const struct moe_step &a
 	u.row = c / a.nr_tokens * rows;
 	u.type = u.row < a.w2.mtiles ? STEP_SECOND : STEP_END;
 	if (u.type == STEP_SECOND)
-		u.nr = min(rows, a.w2.mtiles - u.row) * a.top_k * a.w2.kbricks;
+		u.nr = rows * a.top_k * a.w2.kbricks;
 	return u;
 }
 
-/* Where brick @j of a unit is. */
+/* Where brick @j of a unit is. Of SECOND: (slot, column brick, row tile). */
 template <int G>
 __device__ __forceinline__ const uint8_t *
 step_brick(const struct moe_step &a, const struct step_shared &sh,
@@ -190,16 +196,24 @@ step_brick(const struct moe_step &a, const struct step_shared &sh,
 	if (first) {
 		expert = sh.expert[u.tile];
 	} else {
-		const uint32_t one = a.top_k * m.kbricks;
+		const uint32_t all = j >> step_log_rows(a);
 
-		row += j / one;
-		j %= one;
-		k = j % m.kbricks;
-		expert = min(sh.id[u.tile * a.top_k + j / m.kbricks], a.nr_experts - 1);
+		row += j & (step_rows(a) - 1);
+		k = all % m.kbricks;
+		expert = min(sh.id[u.tile * a.top_k + all / m.kbricks], a.nr_experts - 1);
 	}
 	return m.base + expert * m.expert_bytes +
 	       (uint64_t)(row / m.wl * m.wl * m.kbricks + k * m.wl + row % m.wl) *
 		       step_shape<G>::BRICK;
+}
+
+/* Bricks that lie one after the other: of a row tile (FIRST), of neighbouring row tiles. */
+__device__ __forceinline__ uint32_t step_piece(const struct moe_step &a,
+					       const struct step_unit &u)
+{
+	if (u.type == STEP_FIRST)
+		return a.w13.wl == 1 ? 4 : 1;
+	return a.w2.wl == 1 ? 1 : min(step_rows(a), a.w2.wl);
 }
 
 template <int G>
@@ -208,25 +222,29 @@ step_stream(const struct moe_step &a, struct step_shared &sh, const struct step_
 	    struct moe_ring &r, uint64_t policy)
 {
 	using S = step_shape<G>;
-	const uint32_t lane = threadIdx.x % 32;
-
-	/* a row tile's bricks lie one after the other, or each is a piece */
-	const uint32_t piece = u.type == STEP_FIRST && a.w13.wl == 1 ? 4 : 1;
+	const uint32_t lane = threadIdx.x % 32, piece = step_piece(a, u);
+	const uint32_t rows = u.type == STEP_FIRST ? 1 : step_rows(a);
+	/* of a last unit some row tiles may not be there */
+	const uint32_t there = u.type == STEP_FIRST ? 1 : min(rows, a.w2.mtiles - u.row);
 
 	for (uint32_t at = 0; at < u.nr; at += STEP_WARPS) {
 		const uint32_t n = min(STEP_WARPS, u.nr - at), j = lane * piece;
 		const uint32_t bar = r.full + 8 * r.stage;
+		const bool mine = j < n && j % rows < there;
+		uint32_t bricks = min(piece, n - j);
 		const uint8_t *src = NULL;
 
-		if (j < n)
+		if (mine)
 			src = step_brick<G>(a, sh, u, at + j);
+		if (rows > 1)
+			bricks = min(bricks, there - j % rows);
 		ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
 		if (lane == 0)
-			ptx_mbar_expect(bar, n * S::BRICK);
+			ptx_mbar_expect(bar, n / rows * there * S::BRICK);
 		__syncwarp();
-		if (j < n)
+		if (mine)
 			ptx_bulk_stream(r.base + r.stage * S::STAGE + j * S::BRICK, src,
-					min(piece, n - j) * S::BRICK, bar, policy);
+					bricks * S::BRICK, bar, policy);
 		ring_next<STEP_STAGES>(r);
 	}
 }

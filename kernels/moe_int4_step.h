@@ -28,8 +28,7 @@ struct moe_step {
 	uint32_t nr_tokens;
 	uint32_t top_k;
 	uint32_t nr_experts;
-	uint32_t by_columns; /* 65536 / w2.kbricks and / top_k, rounded up */
-	uint32_t by_top_k;
+	uint32_t by_columns; /* 65536 / w2.kbricks, rounded up */
 	uint32_t scale_f16;
 	uint32_t accumulate;
 	uint32_t loads_only; /* bench: stream everything, multiply nothing */
@@ -40,7 +39,7 @@ bool moe_step_ok(const struct kvk_moe_args *a);
 
 /**
  * moe_step_launch() - queue it
- * @k: all but state, packets and reciprocals
+ * @k: all but state, packets and by_columns
  * @owner: number of the workspace, below STEP_OWNERS; two calls with the same never overlap
  * @group: 32, 64 or 128
  *

@@ -89,11 +89,9 @@ __device__ __forceinline__ void step_ask(const struct moe_step &a,
 	if (w.j >= w.u.nr) {
 		/* also: no more units */
 	} else if (w.u.type == STEP_SECOND) {
-		/* j = (row tile, slot, column brick), by products with reciprocals */
-		const uint32_t all = w.j * a.by_columns >> 16; /* all slots' before */
-		const uint32_t k = w.j - all * a.w2.kbricks;
-		const uint32_t s =
-			w.u.tile * a.top_k + all - (all * a.by_top_k >> 16) * a.top_k;
+		const uint32_t all = w.j >> step_log_rows(a);
+		const uint32_t s = w.u.tile * a.top_k + (all * a.by_columns >> 16);
+		const uint32_t k = all - (all * a.by_columns >> 16) * a.w2.kbricks;
 
 		w.from = (const uint4 *)(a.packets + (uint64_t)s * (a.inter / 2) +
 					 k * (KVK_BRICK_COLS / 2)) +
@@ -263,15 +261,15 @@ __device__ __forceinline__ void step_second_end(const struct moe_step &a,
 						const float *sums,
 						const struct step_unit &u, uint32_t r)
 {
-	const uint32_t lane = threadIdx.x % 32, one = a.top_k * a.w2.kbricks;
-	const uint32_t nr = min(one, STEP_WARPS);
+	const uint32_t lane = threadIdx.x % 32, rows = step_rows(a);
+	const uint32_t nr = min(u.nr, STEP_WARPS);
 	uint32_t *y = (uint32_t *)(a.y + (uint64_t)u.tile * a.hidden +
 				   (u.row + r) * KVK_BRICK_ROWS + lane);
 	float s = 0, hi;
 
-	sums += r * one * STEP_WARP_SUMS + lane;
+	sums += lane;
 #pragma unroll 8
-	for (uint32_t w = 0; w < nr; w++)
+	for (uint32_t w = r; w < nr; w += rows)
 		s += sums[w * STEP_WARP_SUMS];
 	hi = __shfl_down_sync(~0u, s, 1);
 	if (lane % 2)
