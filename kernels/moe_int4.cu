@@ -42,11 +42,10 @@ static struct i4_variant i4_choose(const struct kvk_moe_args *a)
 	const struct kvk_pack p = kvk_pack_make(2 * e->inter, e->hidden, e->group, 1);
 	struct i4_variant v = {1, 1, 1};
 
-	/* Few row tiles and few experts: with a row tile per warp most SMs had no unit. With
-	 * few row tiles and 5 slots an expert, its ninth token is better a tile of its own. */
-	if (p.wl == 1 && slots < 48)
-		v.wk = 8;
-	else if (p.wl == 1 && slots < 2 * e->nr_experts / 3)
+	/* Few row tiles: up to 4 slots an expert two warps share one, since units twice as many
+	 * end together better, and half of the SMs had none where experts are few. With 5 slots
+	 * an expert, its ninth token is better a tile of its own. */
+	if (p.wl == 1 && slots < 4 * e->nr_experts)
 		v.wk = 2;
 	else if (slots > 8 * e->nr_experts)
 		v.ntmax = 4;

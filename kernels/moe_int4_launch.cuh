@@ -37,8 +37,6 @@ template <int G>
 static int i4_launch_group(struct moe_i4 *k, const struct i4_variant *v,
 			   cudaStream_t stream)
 {
-	if (v->wk == 8)
-		return i4_launch<1, 8, G>(k, stream);
 	if (v->wk == 2)
 		return i4_launch<1, 2, G>(k, stream);
 	if (v->ntmax == 1)

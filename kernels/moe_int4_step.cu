@@ -53,6 +53,8 @@ int moe_step_launch(struct moe_step *k, uint32_t owner, uint32_t group, void *st
 		return -EIO;
 	k->state = (uint32_t *)state + 4 * owner;
 	k->packets = (uint64_t *)packets + (size_t)owner * STEP_SLOTS * STEP_INTER / 2;
+	k->by_tiles = k->w13.mtiles > 1 ? 0xffffffffu / k->w13.mtiles + 1 : 0;
+	k->by_tokens = k->nr_tokens > 1 ? 0xffffffffu / k->nr_tokens + 1 : 0;
 	k->by_columns = 65535 / k->w2.kbricks + 1;
 	switch (group) {
 	case 32:

@@ -66,8 +66,9 @@ template <int G> struct step_shape {
 	static constexpr int P = G == 32 ? 4 : G == 64 ? 2 : 1; /* sets side by side */
 	static constexpr uint32_t BRICK = KVK_BRICK_NIBBLES + 64u * (KVK_BRICK_COLS / G);
 	static constexpr uint32_t STAGE = STEP_WARPS * BRICK;
+	/* and rows of tokens that are not there, read behind the last slot */
 	static constexpr uint32_t DYNAMIC =
-		STEP_STAGES * STAGE + 2 * STEP_WARPS * STEP_SLOT + 128u;
+		STEP_STAGES * STAGE + 2 * STEP_WARPS * STEP_SLOT + 2 * STEP_ROW + 128u;
 };
 
 /* Row tiles of a SECOND unit: a power of two, as many as fill a stage, and not only one, so that
@@ -160,92 +161,112 @@ __device__ __forceinline__ uint32_t step_plan(const struct moe_step &a,
 	return __popcll(heads);
 }
 
+/* n / d by moe_step's @by of d; one warp's chain of instructions is what a step waits for */
+__device__ __forceinline__ uint32_t step_div(uint32_t n, uint32_t by)
+{
+	return by ? __umulhi(n, by) : n;
+}
+
 __device__ __forceinline__ struct step_unit step_decode(const struct moe_step &a,
 							uint32_t nr_tiles, uint32_t c)
 {
-	const uint32_t nr_first = nr_tiles * a.w13.mtiles, rows = step_rows(a);
+	const uint32_t nr_first = nr_tiles * a.w13.mtiles;
 	struct step_unit u = {STEP_FIRST, 0, 0, 0};
 
 	if (c < nr_first) {
-		u.tile = c / a.w13.mtiles;
-		u.row = c % a.w13.mtiles;
+		u.tile = step_div(c, a.by_tiles);
+		u.row = c - u.tile * a.w13.mtiles;
 		u.nr = a.w13.kbricks;
 		return u;
 	}
 	/* tokens of a row tile one after the other: where they share an expert, its weights are
 	 * in L2 */
 	c -= nr_first;
-	u.tile = c % a.nr_tokens;
-	u.row = c / a.nr_tokens * rows;
+	u.row = step_div(c, a.by_tokens);
+	u.tile = c - u.row * a.nr_tokens;
+	u.row <<= step_log_rows(a);
 	u.type = u.row < a.w2.mtiles ? STEP_SECOND : STEP_END;
 	if (u.type == STEP_SECOND)
-		u.nr = rows * a.top_k * a.w2.kbricks;
+		u.nr = (a.top_k * a.w2.kbricks) << step_log_rows(a);
 	return u;
 }
 
-/* Where brick @j of a unit is. Of SECOND: (slot, column brick, row tile). */
+/* An expert's brick of row tile @row and column brick @k. */
 template <int G>
 __device__ __forceinline__ const uint8_t *
-step_brick(const struct moe_step &a, const struct step_shared &sh,
-	   const struct step_unit &u, uint32_t j)
+step_brick(const struct moe_mat &m, uint32_t expert, uint32_t row, uint32_t k)
 {
-	const bool first = u.type == STEP_FIRST;
-	const struct moe_mat &m = first ? a.w13 : a.w2;
-	uint32_t row = u.row, k = j, expert;
+	const uint32_t in = row & (m.wl - 1); /* wl: 1 or 8 */
 
-	if (first) {
-		expert = sh.expert[u.tile];
-	} else {
-		const uint32_t all = j >> step_log_rows(a);
-
-		row += j & (step_rows(a) - 1);
-		k = all % m.kbricks;
-		expert = min(sh.id[u.tile * a.top_k + all / m.kbricks], a.nr_experts - 1);
-	}
 	return m.base + expert * m.expert_bytes +
-	       (uint64_t)(row / m.wl * m.wl * m.kbricks + k * m.wl + row % m.wl) *
-		       step_shape<G>::BRICK;
+	       (uint64_t)((row - in) * m.kbricks + k * m.wl + in) * step_shape<G>::BRICK;
 }
 
-/* Bricks that lie one after the other: of a row tile (FIRST), of neighbouring row tiles. */
-__device__ __forceinline__ uint32_t step_piece(const struct moe_step &a,
-					       const struct step_unit &u)
-{
-	if (u.type == STEP_FIRST)
-		return a.w13.wl == 1 ? 4 : 1;
-	return a.w2.wl == 1 ? 1 : min(step_rows(a), a.w2.wl);
-}
-
+/* One stage: lane i brings @bytes from @src to brick @j of it, if there are any; @all together */
 template <int G>
-__device__ __forceinline__ void
-step_stream(const struct moe_step &a, struct step_shared &sh, const struct step_unit &u,
-	    struct moe_ring &r, uint64_t policy)
+__device__ __forceinline__ void step_stage(struct moe_ring &r, uint32_t j,
+					   const uint8_t *src, uint32_t bytes,
+					   uint32_t all, uint64_t policy)
 {
 	using S = step_shape<G>;
-	const uint32_t lane = threadIdx.x % 32, piece = step_piece(a, u);
-	const uint32_t rows = u.type == STEP_FIRST ? 1 : step_rows(a);
-	/* of a last unit some row tiles may not be there */
-	const uint32_t there = u.type == STEP_FIRST ? 1 : min(rows, a.w2.mtiles - u.row);
+	const uint32_t bar = r.full + 8 * r.stage;
+
+	ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
+	if (threadIdx.x % 32 == 0)
+		ptx_mbar_expect(bar, all);
+	__syncwarp();
+	if (bytes)
+		ptx_bulk_stream(r.base + r.stage * S::STAGE + j * S::BRICK, src, bytes,
+				bar, policy);
+	ring_next<STEP_STAGES>(r);
+}
+
+/* A row tile's bricks; where they lie one after the other four are a piece. */
+template <int G>
+__device__ __forceinline__ void
+step_stream_first(const struct moe_step &a, const struct step_shared &sh,
+		  const struct step_unit &u, struct moe_ring &r, uint64_t policy)
+{
+	constexpr uint32_t BRICK = step_shape<G>::BRICK;
+	const uint32_t piece = a.w13.wl == 1 ? 4 : 1, j = threadIdx.x % 32 * piece;
+	const uint8_t *src = step_brick<G>(a.w13, sh.expert[u.tile], u.row, j);
+
+	for (uint32_t left = u.nr;; left -= STEP_WARPS) {
+		const uint32_t n = min(STEP_WARPS, left);
+
+		step_stage<G>(r, j, src, j < n ? min(piece, n - j) * BRICK : 0, n * BRICK,
+			      policy);
+		if (left <= STEP_WARPS)
+			return;
+		src += STEP_WARPS * a.w13.wl * BRICK;
+	}
+}
+
+/* Bricks by (slot, column brick, row tile): neighbouring row tiles' are a piece. Of a last unit
+ * some row tiles may not be there. */
+template <int G>
+__device__ __forceinline__ void
+step_stream_second(const struct moe_step &a, const struct step_shared &sh,
+		   const struct step_unit &u, struct moe_ring &r, uint64_t policy)
+{
+	constexpr uint32_t BRICK = step_shape<G>::BRICK;
+	const uint32_t log = step_log_rows(a), rows = 1u << log;
+	const uint32_t there = min(rows, a.w2.mtiles - u.row);
+	const uint32_t piece = a.w2.wl == 1 ? 1 : min(rows, a.w2.wl);
+	const uint32_t j = threadIdx.x % 32 * piece, row = j & (rows - 1);
 
 	for (uint32_t at = 0; at < u.nr; at += STEP_WARPS) {
-		const uint32_t n = min(STEP_WARPS, u.nr - at), j = lane * piece;
-		const uint32_t bar = r.full + 8 * r.stage;
-		const bool mine = j < n && j % rows < there;
-		uint32_t bricks = min(piece, n - j);
+		const uint32_t n = min(STEP_WARPS, u.nr - at);
+		const uint32_t all = (at + j) >> log, s = all * a.by_columns >> 16;
+		const bool mine = j < n && row < there;
 		const uint8_t *src = NULL;
 
 		if (mine)
-			src = step_brick<G>(a, sh, u, at + j);
-		if (rows > 1)
-			bricks = min(bricks, there - j % rows);
-		ptx_mbar_wait(r.empty + 8 * r.stage, r.phase ^ 1);
-		if (lane == 0)
-			ptx_mbar_expect(bar, n / rows * there * S::BRICK);
-		__syncwarp();
-		if (mine)
-			ptx_bulk_stream(r.base + r.stage * S::STAGE + j * S::BRICK, src,
-					bricks * S::BRICK, bar, policy);
-		ring_next<STEP_STAGES>(r);
+			src = step_brick<G>(
+				a.w2, min(sh.id[u.tile * a.top_k + s], a.nr_experts - 1),
+				u.row + row, all - s * a.w2.kbricks);
+		step_stage<G>(r, j, src, mine ? min(piece, there - row) * BRICK : 0,
+			      (n >> log) * there * BRICK, policy);
 	}
 }
 
@@ -303,7 +324,10 @@ __device__ __forceinline__ void step_feed(const struct moe_step &a,
 		/* the round trip of the claim hides behind the unit's own weights */
 		if (lane == 0)
 			c = gridDim.x + atomicAdd(&a.state[0], 1);
-		step_stream<G>(a, sh, u, r, policy);
+		if (u.type == STEP_FIRST)
+			step_stream_first<G>(a, sh, u, r, policy);
+		else
+			step_stream_second<G>(a, sh, u, r, policy);
 		u = step_decode(a, nr_tiles, __shfl_sync(~0u, c, 0));
 	}
 	step_leave(a, sh, calls, p);

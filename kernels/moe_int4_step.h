@@ -29,6 +29,8 @@ struct moe_step {
 	uint32_t top_k;
 	uint32_t nr_experts;
 	uint32_t by_columns; /* 65536 / w2.kbricks, rounded up */
+	uint32_t by_tiles;   /* 2^32 / w13.mtiles and / nr_tokens, rounded up; 0: of 1 */
+	uint32_t by_tokens;
 	uint32_t scale_f16;
 	uint32_t accumulate;
 	uint32_t loads_only; /* bench: stream everything, multiply nothing */
@@ -39,7 +41,7 @@ bool moe_step_ok(const struct kvk_moe_args *a);
 
 /**
  * moe_step_launch() - queue it
- * @k: all but state, packets and by_columns
+ * @k: all but state, packets and by_...
  * @owner: number of the workspace, below STEP_OWNERS; two calls with the same never overlap
  * @group: 32, 64 or 128
  *

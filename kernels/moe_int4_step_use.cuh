@@ -61,8 +61,9 @@ __device__ __forceinline__ void step_take(struct step_shared &sh, struct moe_pla
 	w.n = 0;
 	if (w.u.type == STEP_FIRST)
 		w.n = __popc(__ballot_sync(
-			~0u, lane < STEP_TOKENS &&
-				     sh.slots[w.u.tile][lane % STEP_TOKENS] != ~0u));
+			~0u,
+			lane < STEP_TOKENS &&
+				sh.slots[w.u.tile][lane % STEP_TOKENS] != STEP_NONE));
 	__syncwarp();
 	if (w.u.type == STEP_END) /* not before all is done */
 		return;

@@ -353,16 +353,11 @@ KVT_TEST(int4_many_columns)
 	moe_tokens((struct moe_case){KVK_INT4, 256, 1152, 64, KVK_F16, 40, 2, 0, false});
 }
 
-/* 9 tokens: two warps share the columns of a row tile */
+/* 9 to 33 tokens: two warps share the columns of a row tile; with 33 early sums too */
 KVT_TEST(int4_two_warps_a_row_tile)
 {
-	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 130, 8, 0, false});
-}
-
-/* Up to 20 tokens: eight do, since h has too many columns for moe_int4_step.cu */
-KVT_TEST(int4_eight_warps_a_row_tile)
-{
-	moe_tokens((struct moe_case){KVK_INT4, 256, 896, 64, KVK_F16, 40, 2, 0, false});
+	moe_tokens(
+		(struct moe_case){KVK_INT4, 2304, 128, 32, KVK_BF16, 130, 8, 0, false});
 }
 
 /* From 33 tokens on: sums of the early row blocks among the last products. */
@@ -400,6 +395,10 @@ KVT_TEST(int4_few_slots)
 		for (u32 n = 1; n * cases[i].top_k <= 64; n += 1 + n / 3 * 2) {
 			struct moe_case c = cases[i];
 
+			/* slow there: one token, and the most */
+			if (gpu_sanitizer("racecheck") && n > 1 &&
+			    (2 * n + 1) * c.top_k <= 64)
+				continue;
 			c.nr_tokens = n;
 			c.accumulate = n == 2;
 			moe_once(&c);
