@@ -12,6 +12,7 @@
 #define KVK_MOE_INT4_STEP_USE_CUH
 
 #include "moe_int4_step.cuh"
+#include "moe_step_ptx.cuh"
 
 /* struct step_work - a warp's place: brick @j of unit @u, which has @n tokens. SECOND: the lane's
  * @packets, @from where they are, @weight of their slot */
@@ -22,32 +23,6 @@ struct step_work {
 	const uint4 *from;
 	float weight;
 };
-
-__device__ __forceinline__ void step_sts64(uint32_t a, uint32_t lo, uint32_t hi)
-{
-	asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(a), "r"(lo), "r"(hi)
-		     : "memory");
-}
-
-/* Two packets; each is read as one. */
-__device__ __forceinline__ uint4 step_packets(const uint4 *from)
-{
-	uint64_t a, b;
-
-	asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-		     : "=l"(a), "=l"(b)
-		     : "l"(from)
-		     : "memory");
-	return make_uint4((uint32_t)a, (uint32_t)(a >> 32), (uint32_t)b,
-			  (uint32_t)(b >> 32));
-}
-
-__device__ __forceinline__ void step_send(uint64_t *to, uint32_t two, uint32_t tag)
-{
-	asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to),
-		     "l"(two | (uint64_t)tag << 32)
-		     : "memory");
-}
 
 /* The next unit, as soon as the feeding warp has it. */
 __device__ __forceinline__ void step_take(struct step_shared &sh, struct moe_place &p,
@@ -103,7 +78,7 @@ __device__ __forceinline__ void step_ask(const struct moe_step &a,
 		ptx_copy16(slot + lane / 16 * STEP_ROW + lane % 16 * 16,
 			   step_x(a, sh, w, lane / 16) + lane % 16 * 8);
 	}
-	asm volatile("cp.async.commit_group;" ::: "memory");
+	step_commit();
 }
 
 /* 2^-@down as f16x2, or nothing */
@@ -185,7 +160,7 @@ __device__ __forceinline__ void step_mma(float (&acc)[2][1][4], const struct moe
 		if (at + STEP_WARPS >= nr)
 			step_take(sh, p, w);
 		step_ask(a, sh, w, slots[0]);
-		asm volatile("cp.async.wait_group 1;" ::: "memory");
+		step_wait_but_one();
 		__syncwarp();
 		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
 		if (mine && WIDE)

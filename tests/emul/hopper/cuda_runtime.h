@@ -165,6 +165,13 @@ template <class T> static inline T __shfl_up_sync(unsigned, T value, unsigned by
 	return __shfl_sync(~0u, value, lane < by ? lane : lane - by);
 }
 
+template <class T> static inline T __shfl_down_sync(unsigned, T value, unsigned by)
+{
+	const unsigned lane = threadIdx.x % 32;
+
+	return __shfl_sync(~0u, value, lane + by > 31 ? lane : lane + by);
+}
+
 static inline unsigned __ballot_sync(unsigned, int predicate)
 {
 	return hopper_exchange((unsigned)(predicate != 0), [](const unsigned *all) {
@@ -202,6 +209,16 @@ static inline unsigned __reduce_min_sync(unsigned, unsigned value)
 static inline int __popc(unsigned v)
 {
 	return __builtin_popcount(v);
+}
+
+static inline int __popcll(unsigned long long v)
+{
+	return __builtin_popcountll(v);
+}
+
+static inline unsigned __umulhi(unsigned a, unsigned b)
+{
+	return (unsigned)((uint64_t)a * b >> 32);
 }
 
 template <class T> static inline T __ldcg(const T *p)

@@ -198,12 +198,32 @@ static void moe_tokens(struct moe_case c, const u32 *counts, size_t nr)
 	}
 }
 
-/* Warps split the columns: eight of them, then two, then none. */
+/* Up to 64 slots (moe_int4_step.cuh): one row tile in a unit and more; tiles of one token, of
+ * eight and of what is left; a last unit that lacks row tiles; packets of a call before. */
+KVT_TEST(hopper_int4_few_slots)
+{
+	static const u32 counts[] = {5, 16, 2}, crowd[] = {21, 1, 7}, rows[] = {3, 40};
+
+	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 24, 4, 0, false,
+				     false},
+		   counts, 3);
+	moe_tokens(
+		(struct moe_case){KVK_INT4, 384, 256, 64, KVK_F16, 9, 3, 0, false, false},
+		crowd, 3);
+	moe_tokens((struct moe_case){KVK_INT4, 384, 512, 128, KVK_BF16, 12, 8, 0, false,
+				     false},
+		   counts + 2, 1);
+	moe_tokens((struct moe_case){KVK_INT4, 384, 128, 32, KVK_BF16, 9, 1, 0, false,
+				     false},
+		   rows, 2);
+}
+
+/* Two warps split the columns, then none. */
 KVT_TEST(hopper_int4_few_rows)
 {
-	static const u32 counts[] = {9, 13, 30};
+	static const u32 counts[] = {17, 19, 24};
 
-	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 90, 4, 0, false,
+	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 20, 4, 0, false,
 				     false},
 		   counts, 3);
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * ptx.h - the instructions that the kernels are made of, for the CPU. Included before each
- * kernel file in place of arch.cuh, moe_ptx.cuh, tile_ptx.cuh, wgmma.cuh and moe_wgmma.cuh, whose
+ * kernel file in place of arch.cuh, moe_ptx.cuh, moe_step_ptx.cuh, tile_ptx.cuh, wgmma.cuh and moe_wgmma.cuh, whose
  * guards it takes.
  *
  * An mbarrier is its eight bytes in shared memory. A bulk copy completes at some later time,
@@ -12,6 +12,7 @@
 #define HOPPER_PTX_H
 #define KVK_ARCH_CUH
 #define KVK_MOE_PTX_CUH
+#define KVK_MOE_STEP_PTX_CUH
 #define KVK_TILE_PTX_CUH
 #define KVK_WGMMA_CUH
 #define KVK_MOE_WGMMA_CUH
@@ -259,6 +260,34 @@ static inline void ptx_sts32(uint32_t a, float v)
 {
 	HOPPER_CHECK(a % 4 == 0);
 	memcpy(hopper_shared() + a, &v, sizeof(v));
+}
+
+static inline void step_sts64(uint32_t a, uint32_t lo, uint32_t hi)
+{
+	const uint32_t v[2] = {lo, hi};
+
+	HOPPER_CHECK(a % 8 == 0);
+	memcpy(hopper_shared() + a, v, sizeof(v));
+}
+
+static inline uint4 step_packets(const uint4 *from)
+{
+	HOPPER_CHECK((uintptr_t)from % 16 == 0);
+	hopper_yield();
+	return *from;
+}
+
+static inline void step_send(uint64_t *to, uint32_t two, uint32_t tag)
+{
+	*to = two | (uint64_t)tag << 32;
+}
+
+static inline void step_commit(void)
+{
+}
+
+static inline void step_wait_but_one(void)
+{
 }
 
 /* Lane l's address is row l % 8 of matrix l / 8. */
