@@ -3,6 +3,7 @@
  * moe_int4_step.cu - launcher of moe_int4_step.cuh's kernel, and the memory that is its own.
  */
 #include <errno.h>
+#include "base/mutant.h"
 #include "moe_int4_step_use.cuh"
 
 /* Zero at first, as counters are between calls; packets keep what their last call left. */
@@ -53,6 +54,7 @@ int moe_step_launch(struct moe_step *k, uint32_t owner, uint32_t group, void *st
 		return -EIO;
 	k->state = (uint32_t *)state + 4 * owner;
 	k->packets = (uint64_t *)packets + (size_t)owner * STEP_SLOTS * STEP_INTER / 2;
+	k->any_tag = KV_MUTANT(moe_step_any_tag);
 	k->by_tiles = k->w13.mtiles > 1 ? 0xffffffffu / k->w13.mtiles + 1 : 0;
 	k->by_tokens = k->nr_tokens > 1 ? 0xffffffffu / k->nr_tokens + 1 : 0;
 	k->by_columns = 65535 / k->w2.kbricks + 1;

@@ -34,6 +34,7 @@ struct moe_step {
 	uint32_t scale_f16;
 	uint32_t accumulate;
 	uint32_t loads_only; /* bench: stream everything, multiply nothing */
+	uint32_t any_tag;    /* mutant: take what is there */
 };
 
 /* Is that kernel the one for these shapes? */

@@ -93,14 +93,15 @@ __device__ __forceinline__ uint32_t step_down(uint32_t down)
 
 /* Packets to a brick of h in @slot: one power of two for all columns, and the routing weight in
  * what it is multiplied by afterwards. */
-__device__ __forceinline__ void step_unpack(const struct step_shared &sh,
+__device__ __forceinline__ void step_unpack(const struct moe_step &a,
+					    const struct step_shared &sh,
 					    const struct step_work &w, uint32_t slot)
 {
 	const uint32_t lane = threadIdx.x % 32, tag = sh.tag;
 	uint4 v = w.packets;
 	uint32_t top;
 
-	while (v.y >> 8 != tag || v.w >> 8 != tag)
+	while ((v.y >> 8 != tag || v.w >> 8 != tag) && !a.any_tag)
 		v = step_packets(w.from);
 	__syncwarp();
 	v.y &= 0xffu;
@@ -151,7 +152,7 @@ __device__ __forceinline__ void step_mma(float (&acc)[2][1][4], const struct moe
 		uint4 b[4 / P] = {};
 
 		if (MODE != MOE_X && at + warp < nr)
-			step_unpack(sh, w, slot);
+			step_unpack(a, sh, w, slot);
 		if (WIDE && mine)
 			step_wide<P, G>(b, a, sh, w);
 		slots[0] = slots[1];
