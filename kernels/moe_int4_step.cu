@@ -8,8 +8,7 @@
 
 /* Zero at first, as counters are between calls; packets keep what their last call left. */
 __device__ uint32_t moe_step_state[STEP_OWNERS][4];
-__device__ alignas(16) uint64_t
-	moe_step_packets[STEP_OWNERS][STEP_SLOTS * STEP_INTER / 2];
+__device__ alignas(16) uint64_t moe_step_packets[STEP_OWNERS][STEP_VALUES / 2];
 
 bool moe_step_ok(const struct kvk_moe_args *a)
 {
@@ -19,7 +18,7 @@ bool moe_step_ok(const struct kvk_moe_args *a)
 	const uint32_t slots = a->nr_tokens * a->top_k;
 
 	return p.wl == 1 && slots <= STEP_SLOTS &&
-	       slots * a->experts.inter <= STEP_SLOTS * STEP_INTER;
+	       slots * a->experts.inter <= STEP_VALUES;
 }
 
 template <int G> static int step_launch(const struct moe_step *k, cudaStream_t stream)
@@ -53,7 +52,7 @@ int moe_step_launch(struct moe_step *k, uint32_t owner, uint32_t group, void *st
 	    cudaGetSymbolAddress(&packets, moe_step_packets))
 		return -EIO;
 	k->state = (uint32_t *)state + 4 * owner;
-	k->packets = (uint64_t *)packets + (size_t)owner * STEP_SLOTS * STEP_INTER / 2;
+	k->packets = (uint64_t *)packets + (size_t)owner * STEP_VALUES / 2;
 	k->any_tag = KV_MUTANT(moe_step_any_tag);
 	k->by_tiles = k->w13.mtiles > 1 ? 0xffffffffu / k->w13.mtiles + 1 : 0;
 	k->by_tokens = k->nr_tokens > 1 ? 0xffffffffu / k->nr_tokens + 1 : 0;

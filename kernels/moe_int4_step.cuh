@@ -288,7 +288,7 @@ __device__ __forceinline__ void step_leave(const struct moe_step &a,
 	}
 	if (__shfl_sync(~0u, before, 0) != gridDim.x - 1)
 		return;
-	for (uint32_t i = lane; wrap && i < STEP_SLOTS * STEP_INTER / 2; i += 32)
+	for (uint32_t i = lane; wrap && i < STEP_VALUES / 2; i += 32)
 		a.packets[i] = 0;
 	if (lane == 0) {
 		a.state[0] = 0;

@@ -9,9 +9,10 @@
 #include "kernels.h"
 #include "moe_int4.cuh"
 
-#define STEP_SLOTS  64u	 /* tokens x top k */
-#define STEP_INTER  512u /* columns of h */
-#define STEP_OWNERS 8u	 /* workspaces that have packets of their own */
+#define STEP_SLOTS 64u /* tokens x top k that are sorted */
+#define STEP_VALUES \
+	8192u /* of h: slots x inter. From there on moe_int4.cuh's kernel is better */
+#define STEP_OWNERS 64u /* workspaces that have packets of their own */
 
 /* struct moe_step - argument block; all pointers are device memory */
 struct moe_step {

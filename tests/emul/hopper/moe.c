@@ -198,7 +198,7 @@ static void moe_tokens(struct moe_case c, const u32 *counts, size_t nr)
 	}
 }
 
-/* Up to 64 slots (moe_int4_step.cuh): one row tile in a unit and more; tiles of one token, of
+/* Where moe_int4_step.cuh works: two row tiles in a unit and more; tiles of one token, of
  * eight and of what is left; a last unit that lacks row tiles; packets of a call before. */
 KVT_TEST(hopper_int4_few_slots)
 {
@@ -208,7 +208,7 @@ KVT_TEST(hopper_int4_few_slots)
 				     false},
 		   counts, 3);
 	moe_tokens(
-		(struct moe_case){KVK_INT4, 384, 256, 64, KVK_F16, 9, 3, 0, false, false},
+		(struct moe_case){KVK_INT4, 384, 128, 64, KVK_F16, 9, 3, 0, false, false},
 		crowd, 3);
 	moe_tokens((struct moe_case){KVK_INT4, 384, 512, 128, KVK_BF16, 12, 8, 0, false,
 				     false},
