@@ -268,7 +268,7 @@ static int step_run(const struct kvk_moe_args *a, uint32_t loads_only, kvk_strea
 	k.scale_f16 = a->experts.scale_dtype == KVK_F16;
 	k.accumulate = a->accumulate;
 	k.loads_only = loads_only;
-	return moe_step_launch(&k, (uint32_t)owner, a->experts.group, stream);
+	return moe_step_launch(&k, (uint32_t)owner, stream);
 }
 
 static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,

@@ -17,7 +17,7 @@ bool moe_step_ok(const struct kvk_moe_args *a)
 
 	const uint32_t slots = a->nr_tokens * a->top_k;
 
-	return p.wl == 1 && slots <= STEP_SLOTS &&
+	return p.wl == 1 && p.group == 32 && slots <= STEP_SLOTS &&
 	       slots * a->experts.inter <= STEP_VALUES;
 }
 
@@ -44,7 +44,7 @@ template <int G> static int step_launch(const struct moe_step *k, cudaStream_t s
 	return cudaLaunchKernelEx(&cfg, moe_step_kernel<G>, *k) ? -EIO : 0;
 }
 
-int moe_step_launch(struct moe_step *k, uint32_t owner, uint32_t group, void *stream)
+int moe_step_launch(struct moe_step *k, uint32_t owner, void *stream)
 {
 	void *state, *packets;
 
@@ -57,12 +57,5 @@ int moe_step_launch(struct moe_step *k, uint32_t owner, uint32_t group, void *st
 	k->by_tiles = k->w13.mtiles > 1 ? 0xffffffffu / k->w13.mtiles + 1 : 0;
 	k->by_tokens = k->nr_tokens > 1 ? 0xffffffffu / k->nr_tokens + 1 : 0;
 	k->by_columns = 65535 / k->w2.kbricks + 1;
-	switch (group) {
-	case 32:
-		return step_launch<32>(k, (cudaStream_t)stream);
-	case 64:
-		return step_launch<64>(k, (cudaStream_t)stream);
-	default:
-		return step_launch<128>(k, (cudaStream_t)stream);
-	}
+	return step_launch<32>(k, (cudaStream_t)stream);
 }

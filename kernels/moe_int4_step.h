@@ -38,17 +38,16 @@ struct moe_step {
 	uint32_t any_tag;    /* mutant: take what is there */
 };
 
-/* Is that kernel the one for these shapes? */
+/* Is that kernel the one for these shapes? Groups of 32 alone. */
 bool moe_step_ok(const struct kvk_moe_args *a);
 
 /**
  * moe_step_launch() - queue it
  * @k: all but state, packets and by_...
  * @owner: number of the workspace, below STEP_OWNERS; two calls with the same never overlap
- * @group: 32, 64 or 128
  *
  * Return: 0 or -EIO.
  */
-int moe_step_launch(struct moe_step *k, uint32_t owner, uint32_t group, void *stream);
+int moe_step_launch(struct moe_step *k, uint32_t owner, void *stream);
 
 #endif /* KVK_MOE_INT4_STEP_H */

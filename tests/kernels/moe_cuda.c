@@ -381,17 +381,16 @@ KVT_TEST(int4_group_128_many_rows)
 		(struct moe_case){KVK_INT4, 2304, 1152, 128, KVK_BF16, 5, 2, 0, false});
 }
 
-/* Where moe_int4_step.cu works: each group size; units of two row tiles and of more, a last one that
- * lacks some, of one stage and of more; experts with one token, with eight and with more. */
+/* Where moe_int4_step.cu works: units of two row tiles and of more, a last one that lacks some, of one stage and of more; experts with one token, with eight and with more. */
 KVT_TEST(int4_few_slots)
 {
 	static const struct moe_case cases[] = {
 		{KVK_INT4, 2176, 256, 32, KVK_BF16, 40, 8, 0, false},
 		{KVK_INT4, 640, 512, 32, KVK_F16, 12, 8, 0, false},
-		{KVK_INT4, 384, 128, 64, KVK_BF16, 24, 3, 0, false},
-		{KVK_INT4, 384, 128, 64, KVK_BF16, 9, 1, 0, false},
-		{KVK_INT4, 640, 256, 128, KVK_BF16, 16, 8, 0, false},
-		{KVK_INT4, 256, 384, 128, KVK_F16, 30, 5, 0, false},
+		{KVK_INT4, 384, 128, 32, KVK_BF16, 24, 3, 0, false},
+		{KVK_INT4, 384, 128, 32, KVK_BF16, 9, 1, 0, false},
+		{KVK_INT4, 640, 256, 32, KVK_BF16, 16, 8, 0, false},
+		{KVK_INT4, 256, 384, 32, KVK_F16, 30, 5, 0, false},
 	};
 
 	need_gpu();

@@ -208,9 +208,9 @@ KVT_TEST(hopper_int4_few_slots)
 				     false},
 		   counts, 3);
 	moe_tokens(
-		(struct moe_case){KVK_INT4, 384, 128, 64, KVK_F16, 9, 3, 0, false, false},
+		(struct moe_case){KVK_INT4, 384, 128, 32, KVK_F16, 9, 3, 0, false, false},
 		crowd, 3);
-	moe_tokens((struct moe_case){KVK_INT4, 384, 512, 128, KVK_BF16, 12, 8, 0, false,
+	moe_tokens((struct moe_case){KVK_INT4, 384, 512, 32, KVK_BF16, 12, 8, 0, false,
 				     false},
 		   counts + 2, 1);
 	moe_tokens((struct moe_case){KVK_INT4, 384, 128, 32, KVK_BF16, 9, 1, 0, false,
