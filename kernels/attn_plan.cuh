@@ -257,6 +257,7 @@ struct plan_pending {
 	struct plan_seg s;
 	uint32_t epoch; /* 0: none */
 	uint32_t last;	/* this CTA arrived last */
+	uint32_t share; /* CTAs that fill a slot together: a pair, or 1 */
 };
 
 /* How slots are read: whether words may still be missing, and since when one waits. */
@@ -290,10 +291,11 @@ KVK_DEV void part_add(struct plan_part &a, float4 o, float m, float l)
 
 /*
  * Count in a part whose slot this warp has written; @total arrivals make the unit. All
- * lanes call it.
+ * lanes call it. @share: CTAs that fill a slot together, each some of the rows; s.nr_parts slots are
+ * read, and each CTA owns a slice.
  */
 KVK_DEV void plan_arrive(const struct attn_params &p, const struct plan_seg &s,
-			 uint32_t total, struct plan_pending *pend)
+			 uint32_t total, struct plan_pending *pend, uint32_t share = 1)
 {
 	__syncwarp();
 	if ((threadIdx.x & 31) == 0) {
@@ -303,6 +305,7 @@ KVK_DEV void plan_arrive(const struct attn_params &p, const struct plan_seg &s,
 		old = atomicAdd(p.mem.counters + plan_slot(s, 0), 1);
 		pend->s = s;
 		pend->epoch = old / total + 1;
+		pend->share = share;
 		if (old % total == total - 1)
 			pend->last = 1;
 	}
@@ -499,7 +502,8 @@ KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending 
 {
 	const struct plan_seg s = pend->s;
 	const uint32_t slices =
-		min(min(s.nr_parts, PLAN_SLICES), (rows * (D / 4) + 31) / 32);
+		min(min(s.nr_parts * pend->share, PLAN_SLICES),
+		    (rows * (D / 4) + 31) / 32);
 	uint32_t *taken = p.mem.counters + PLAN_SLOTS + plan_slot(s, 0) * PLAN_SLICES;
 	const uint32_t epoch = pend->epoch;
 	const bool last = pend->last;

@@ -206,6 +206,70 @@ KVT_TEST_T(mla_fast_raises_references, 120)
 	q_in_e4m3 = false;
 }
 
+/*
+ * Units of equal length, each cut into an even number of parts: pairs of CTAs merge between them. Then one
+ * request fails, and a row of another's second half lies outside the pool.
+ */
+static void check_pairs(const struct kv_layout *l, u32 flags, double limit, u32 nr,
+			u32 nr_pages)
+{
+	u32 lengths[16], q[16];
+	struct world w;
+	size_t per;
+	float *first;
+
+	for (u32 r = 0; r < nr; r++) {
+		lengths[r] = nr_pages * KV_PAGE_TOKENS - r * 5 % 60;
+		q[r] = 2;
+	}
+	world_init(&w, l, 128, nr * nr_pages + 8, lengths, q, nr);
+	run_device(&w, flags, false);
+	run_host(&w, 128, l->nr_layers - 1);
+	expect_close(&w, "pairs requests/flags", nr, flags, limit);
+	first = malloc(w.nr_out * sizeof(float));
+	memcpy(first, w.out, w.nr_out * sizeof(float));
+	for (int i = 0; i < 8; i++) {
+		run_device(&w, flags | (i % 4 ? KVK_ATTN_PLAN : 0), false);
+		KVT_EXPECT(!memcmp(first, w.out, w.nr_out * sizeof(float)));
+	}
+	w.f.verdicts[3].bits = KV_BAD_GEN;
+	w.f.rows[w.f.batch.row_start[3] + 1].pfn = 0x7fffffff;
+	w.f.rows[w.f.batch.row_start[1] + nr_pages / 2].pfn = w.f.pages.geometry.nr_pages;
+	upload(&w, 128, l->nr_layers - 1);
+	run_device(&w, flags, false);
+	per = w.nr_out / nr;
+	KVT_EXPECT_EQ(kvt_nr_finite(w.out + 3 * per, per), 0);
+	KVT_EXPECT_EQ(kvt_nr_finite(w.out + per, per), 0);
+	memcpy(w.out + 3 * per, first + 3 * per, per * sizeof(float));
+	memcpy(w.out + per, first + per, per * sizeof(float));
+	KVT_EXPECT(!memcmp(first, w.out, w.nr_out * sizeof(float)));
+	free(first);
+	world_fini(&w);
+}
+
+static void check_pairs_all(u32 nr, u32 nr_pages)
+{
+	struct kv_layout l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1);
+
+	check_pairs(&l, 0, 1e-3, nr, nr_pages);
+	check_pairs(&l, KVK_ATTN_FAST, 6e-2, nr, nr_pages);
+	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 1);
+	check_pairs(&l, 0, 1e-3, nr, nr_pages);
+	check_pairs(&l, KVK_ATTN_FAST, 2.1e-3, nr, nr_pages);
+}
+
+/* 64 units on 128 CTAs: the pair is all of a unit */
+KVT_TEST_T(mla_units_of_two_parts_merge_in_place, 120)
+{
+	check_pairs_all(16, 4);
+}
+
+/* 16 units on 128 CTAs: four pairs a unit */
+KVT_TEST_T(mla_pairs_of_parts_share_a_slot, 120)
+{
+	check_pairs_all(4, 8);
+}
+
 static void check_reruns(const struct kv_layout *l, u32 heads)
 {
 	struct world w;
