@@ -501,9 +501,8 @@ KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending 
 			 int nr_threads)
 {
 	const struct plan_seg s = pend->s;
-	const uint32_t slices =
-		min(min(s.nr_parts * pend->share, PLAN_SLICES),
-		    (rows * (D / 4) + 31) / 32);
+	const uint32_t slices = min(min(s.nr_parts * pend->share, PLAN_SLICES),
+				    (rows * (D / 4) + 31) / 32);
 	uint32_t *taken = p.mem.counters + PLAN_SLOTS + plan_slot(s, 0) * PLAN_SLICES;
 	const uint32_t epoch = pend->epoch;
 	const bool last = pend->last;
