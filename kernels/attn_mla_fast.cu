@@ -23,6 +23,8 @@
  * softmax takes those that it finds and looks, before others see its P, whether the page before
  * has raised them; if so (rare), once more. O and l shrink where the page that raised them is added.
  *
+ * Parts of a unit in neighbouring CTAs are merged as attn_mla_pair.cuh says.
+ *
  * Error: Q in e4m3 makes scores uncertain by 2.6 % of what scatters them, P in e4m3 is the same again.
  * The matrix units add e4m3 products with fewer bits than those of f16. docs/performance-attn.md has
  * what was measured.

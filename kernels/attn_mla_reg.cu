@@ -31,6 +31,8 @@
  * does) are the references raised, and what was summed shrinks. m is of the product, so a page
  * with larger scales needs nothing of its own.
  *
+ * Parts of a unit in neighbouring CTAs are merged as attn_mla_pair.cuh says.
+ *
  * The scores of the rope come first; they are multiplied by rope scale over latent scale
  * before the latent's are added to them.
  *

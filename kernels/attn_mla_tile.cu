@@ -24,6 +24,8 @@
  * A tile comes free in parts: rope when the other warpgroup has P (so the scores are done),
  * each half of the latent dims when its warpgroup has added it up.
  *
+ * Parts of a unit in neighbouring CTAs are merged as attn_mla_pair.cuh says.
+ *
  * P in one part of 8 bits is off by 9e-4, with a bf16 output 1.9e-3 to 2.0e-3 in all; two parts
  * are exact enough for 1e-3. KVK_ATTN_FAST takes one.
  *

@@ -17,7 +17,8 @@
  * n-th launch go from (n - 1) * total to n * total, and n, the epoch, marks slices taken.
  * GQA steps of few units do without counting; attn_quick.cuh says how.
  *
- * Slots: CTA c's first segment (part > 0) uses slot 2c, its last (part 0) slot 2c + 1.
+ * Slots: CTA c's first segment (part > 0) uses slot 2c, its last (part 0) slot 2c + 1. A pair of CTAs may
+ * share one (attn_mla_pair.cuh): then it is that of part 0, 1, ... for the first, second, ... pair.
  */
 #ifndef KVK_ATTN_PLAN_CUH
 #define KVK_ATTN_PLAN_CUH
