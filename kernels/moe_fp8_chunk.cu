@@ -3,9 +3,8 @@
  * moe_fp8_chunk.cu - the routed E4M3 experts of a prefill chunk, in their standard order.
  *
  * After the plan: round x, first product with SwiGLU and the rounding of h, second product,
- * sum. x is rounded once, in the order of tokens, to e4m3 codes with a scale per 128 columns;
- * the first product gathers its rows. It gives each slot its row of h, in the plan's order, in
- * the layout that moe_fp8_chunk.cuh copies to shared memory as it is:
+ * sum. Rounding gives each slot its row, in the plan's order, as e4m3 codes with a scale
+ * per 128 columns, in the layout that moe_fp8_chunk.cuh copies to shared memory as it is:
  *
  *	[128 columns][row][128 bytes], 16-byte piece c of the r-th row of a tile at c ^ (r & 7)
  *
@@ -17,6 +16,7 @@
 #include "moe_start.cuh"
 
 #define PACK_THREADS 128u
+#define TOP_K_MAX    32u
 
 /* The largest |value| of eight bf16, NaN left out; and the values. */
 __device__ __forceinline__ uint32_t chunk_open(const uint4 &raw, float *v)
@@ -60,15 +60,21 @@ __device__ __forceinline__ uint4 chunk_round(const uint4 &lo, const uint4 &hi,
 	return make_uint4(codes[0], codes[1], codes[2], codes[3]);
 }
 
-/* A token's codes and scales; a lane has 16 columns at a time. grid: (tokens) */
+/* A token's row goes to each of its slots' places; a lane has 16 columns of it at a time.
+ * grid: (tokens) */
 __global__ void __launch_bounds__(PACK_THREADS)
 	chunk_pack(const __grid_constant__ struct moe_chunk a)
 {
-	const uint64_t tok = blockIdx.x;
-	const uint4 *x = (const uint4 *)(a.x + tok * a.hidden);
+	const uint4 *x = (const uint4 *)(a.x + (uint64_t)blockIdx.x * a.hidden);
+	const uint64_t panel = (uint64_t)a.nr_slots * 128u;
+	using places = uint32_t[TOP_K_MAX];
+	MOE_SHARED(places, place);
 
 	ptx_grid_launch();
 	ptx_grid_wait();
+	if (threadIdx.x < a.top_k)
+		place[threadIdx.x] = __ldcg(&a.place[blockIdx.x * a.top_k + threadIdx.x]);
+	__syncthreads();
 	for (uint32_t i = threadIdx.x; i < (a.hidden / 16 + 31) / 32 * 32;
 	     i += PACK_THREADS) {
 		const bool there = i < a.hidden / 16;
@@ -78,11 +84,15 @@ __global__ void __launch_bounds__(PACK_THREADS)
 			chunk_round(there ? __ldg(x + 2 * i) : zero,
 				    there ? __ldg(x + 2 * i + 1) : zero, &scale);
 
-		if (!there)
-			continue;
-		*(uint4 *)(a.x_codes + tok * a.hidden + i * 16) = codes;
-		if (i % 8 == 0)
-			a.x_scales[(uint64_t)(i / 8) * a.nr_tokens + tok] = scale;
+		for (uint32_t j = 0; j < a.top_k && there; j++) {
+			const uint32_t pos = place[j] & ((1u << MOE_PLACE_ROW) - 1);
+			const uint32_t row = place[j] >> MOE_PLACE_ROW;
+
+			*(uint4 *)(a.x_codes + i / 8 * panel + pos * 128ull +
+				   ((i ^ row) & 7) * 16) = codes;
+			if (i % 8 == 0)
+				a.x_scales[(uint64_t)(i / 8) * a.nr_slots + pos] = scale;
+		}
 	}
 }
 

@@ -5,8 +5,7 @@
  *
  * A unit is a tile of up to 128 tokens times 256 rows of one expert: 256 rows of W2, or 128
  * gate rows and the 128 up rows of the same columns. A step is 128 columns: two tensor
- * copies of 128 rows, the tokens (h in one bulk copy; x, which stays in the order of tokens,
- * gathered by two warps: in the plan's order it would be top_k times as much), and a table of what each token's sums
+ * copies of 128 rows, one bulk copy of the tokens, and a table of what each token's sums
  * are multiplied with (its own scale times the weights' block's), which a warp of its own
  * writes. Tokens are the rows of the products: a lane has two of them, and so two factors a
  * step; as columns they would be 32 factors from shared memory, which the operands fill
@@ -36,8 +35,7 @@
 
 #define FC_USERS     256u
 #define FC_QUEUE     2u		       /* units the feeding warps may be ahead */
-#define FC_THREADS   (FC_USERS + 128u) /* the last warpgroup feeds, each warp its part */
-#define FC_GATHER    64u	       /* of its threads, that bring x */
+#define FC_THREADS   (FC_USERS + 128u) /* of the last warpgroup two warps feed */
 #define FC_STAGES    4u
 #define FC_BOX	     (128u * 128u)
 #define FC_PANEL     (MOE_CHUNK_TOKENS * 128u)
@@ -100,86 +98,38 @@ __device__ __forceinline__ void fc_feed(const struct fc_args &a, struct fc_share
 		SECOND ? expert * a.rows + rb * 256 : expert * 2 * a.rows + rb * 128;
 	const uint32_t row1 = row0 + (SECOND ? 128 : a.rows);
 	const uint64_t panel = (uint64_t)a.c.nr_slots * 128u;
-	const uint8_t *x = a.c.h_codes + tile.y * 128ull;
+	const uint8_t *x = (SECOND ? a.c.h_codes : a.c.x_codes) + tile.y * 128ull;
 
 	for (uint32_t k = 0; k < a.cols / 128; k++, fc_next(r)) {
 		const uint32_t bar = ptx_smem(&sh.full[r.stage]);
 		const uint32_t at = r.base + r.stage * FC_STAGE;
 
 		fc_wait_empty(sh, r);
-		ptx_mbar_expect(bar, 2 * FC_BOX + (SECOND ? n * 128u : 0));
+		ptx_mbar_expect(bar, 2 * FC_BOX + n * 128u);
 		tma_load_4d(at, &a.map, bar, (int)(k * 128), (int)row0, 0, 0);
 		tma_load_4d(at + FC_BOX, &a.map, bar, (int)(k * 128), (int)row1, 0, 0);
-		if (SECOND)
-			ptx_bulk(at + 2 * FC_BOX, x + k * panel, n * 128u, bar);
+		ptx_bulk(at + 2 * FC_BOX, x + k * panel, n * 128u, bar);
 	}
-}
-
-/* The lane's pieces of the stage before are there: what comes by ordinary copies must be made
- * known to the tensor cores first. */
-__device__ __forceinline__ void fc_gathered(struct fc_shared &sh, const struct fc_ring &r)
-{
-	ptx_fence_async();
-	ptx_mbar_arrive(ptx_smem(&sh.full[(r.stage + FC_STAGES - 1) % FC_STAGES]));
-}
-
-/* x of all steps of a unit; two warps. A lane has one of the 8 pieces of a row, of each eighth
- * row; its pieces of a step are waited for when those of the next one are under way. */
-__device__ __forceinline__ void fc_gather(const struct fc_args &a, struct fc_shared &sh,
-					  uint2 tile, struct fc_ring &r)
-{
-	constexpr uint32_t STEP = FC_GATHER / 8, NR = MOE_CHUNK_TOKENS / STEP;
-	const uint32_t i = threadIdx.x - (FC_THREADS - FC_GATHER), n = tile.x >> 16;
-	const uint32_t piece = i % 8, row = i / 8;
-	const uint8_t *x = a.c.x_codes + piece * 16;
-	uint32_t from[NR];
-
-#pragma unroll
-	for (uint32_t j = 0; j < NR; j++)
-		from[j] = row + j * STEP < n
-				  ? __ldcg(&a.c.list[tile.y + row + j * STEP]) /
-					    a.c.top_k * a.c.hidden
-				  : 0;
-#pragma unroll 1
-	for (uint32_t k = 0; k < a.cols / 128; k++, fc_next(r)) {
-		/* rows of a lane are equal modulo 8 */
-		const uint32_t to = r.base + r.stage * FC_STAGE + 2 * FC_BOX + row * 128 +
-				    ((piece ^ row) & 7) * 16;
-
-		fc_wait_empty(sh, r);
-#pragma unroll
-		for (uint32_t j = 0; j < NR; j++)
-			if (row + j * STEP < n)
-				ptx_copy16(to + j * STEP * 128, x + from[j] + k * 128);
-		ptx_copy_commit();
-		if (k) {
-			ptx_copy_wait<1>();
-			fc_gathered(sh, r);
-		}
-	}
-	ptx_copy_wait<0>();
-	fc_gathered(sh, r);
 }
 
 /* struct fc_source - where a lane's share of a unit's factors comes from */
 struct fc_source {
 	const float *w0, *w1, *x;
-	uint32_t at[4]; /* of x: its tokens */
-	uint32_t step;	/* of x */
-	uint32_t wide;
+	uint64_t step; /* of x */
+	uint32_t n, wide;
 };
 
 /* Scales of a step: four tokens' (lane, lane + 32 ...) and the two blocks'. */
 __device__ __forceinline__ void fc_scales(const struct fc_source &s, uint32_t k,
 					  float (&x)[4], float (&w)[2])
 {
-	if (k >= s.wide)
-		return;
 #pragma unroll
 	for (uint32_t i = 0; i < 4; i++)
-		x[i] = __ldcg(s.x + k * s.step + s.at[i]);
-	w[0] = __ldg(s.w0 + k);
-	w[1] = __ldg(s.w1 + k);
+		x[i] = k < s.wide && threadIdx.x % 32 + 32 * i < s.n
+			       ? __ldcg(s.x + k * s.step + 32 * i)
+			       : 0.0f;
+	w[0] = k < s.wide ? __ldg(s.w0 + k) : 0.0f;
+	w[1] = k < s.wide ? __ldg(s.w1 + k) : 0.0f;
 }
 
 /* Factors of a unit; a warp. What memory must give is asked for four steps ahead. */
@@ -192,19 +142,15 @@ __device__ __forceinline__ void fc_factors(const struct fc_args &a, struct fc_sh
 	const uint32_t b0 = SECOND ? expert * blocks + rb * 2 : expert * 2 * blocks + rb;
 	const uint32_t b1 =
 		SECOND ? expert * blocks + min(rb * 2 + 1, blocks - 1) : b0 + blocks;
-	struct fc_source s = {
-		a.scales + (uint64_t)b0 * wide,	       a.scales + (uint64_t)b1 * wide,
-		SECOND ? a.c.h_scales : a.c.x_scales,  {},
-		SECOND ? a.c.nr_slots : a.c.nr_tokens, wide};
-	float x[4][4] = {}, w[4][2] = {};
+	const struct fc_source s = {a.scales + (uint64_t)b0 * wide,
+				    a.scales + (uint64_t)b1 * wide,
+				    (SECOND ? a.c.h_scales : a.c.x_scales) + tile.y +
+					    lane,
+				    a.c.nr_slots,
+				    tile.x >> 16,
+				    wide};
+	float x[4][4], w[4][2];
 
-#pragma unroll
-	for (uint32_t i = 0; i < 4; i++) {
-		/* beyond the tile's end: any; nobody looks at those sums */
-		const uint32_t pos = tile.y + min(lane + 32 * i, (tile.x >> 16) - 1);
-
-		s.at[i] = SECOND ? pos : __ldcg(&a.c.list[pos]) / a.c.top_k;
-	}
 #pragma unroll
 	for (uint32_t j = 0; j < 4; j++)
 		fc_scales(s, j, x[j], w[j]);
@@ -513,13 +459,12 @@ __global__ void __launch_bounds__(FC_THREADS, 1)
 	r.base = ptx_smem(dynamic) + pad;
 	if (threadIdx.x == 0) {
 		for (uint32_t i = 0; i < FC_STAGES; i++) {
-			ptx_mbar_init(ptx_smem(&sh.full[i]), SECOND ? 2 : 2 + FC_GATHER);
+			ptx_mbar_init(ptx_smem(&sh.full[i]), 2);
 			ptx_mbar_init(ptx_smem(&sh.empty[i]), FC_USERS / 32);
 		}
 		for (uint32_t i = 0; i < FC_QUEUE; i++) {
 			ptx_mbar_init(ptx_smem(&sh.q_full[i]), 1);
-			ptx_mbar_init(ptx_smem(&sh.q_empty[i]),
-				      FC_USERS / 32 + 1 + (SECOND ? 0 : FC_GATHER / 32));
+			ptx_mbar_init(ptx_smem(&sh.q_empty[i]), FC_USERS / 32 + 1);
 		}
 		ptx_fence_async();
 	}
@@ -537,9 +482,6 @@ __global__ void __launch_bounds__(FC_THREADS, 1)
 	} else if (threadIdx.x / 32 == FC_USERS / 32 + 1) {
 		for (uint4 unit; (unit = fc_take(sh, r)).x;)
 			fc_factors<SECOND>(a, sh, make_uint2(unit.x, unit.y), unit.z, r);
-	} else if (!SECOND && threadIdx.x >= FC_THREADS - FC_GATHER) {
-		for (uint4 unit; (unit = fc_take(sh, r)).x;)
-			fc_gather(a, sh, make_uint2(unit.x, unit.y), r);
 	}
 }
 

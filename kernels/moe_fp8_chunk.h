@@ -19,12 +19,13 @@ struct moe_chunk {
 	const uint32_t *nr_tiles; /* the plan (moe_plan.cuh) */
 	const uint2 *tiles;
 	const uint32_t *list;
+	const uint32_t *place;
 	uint32_t *claim;  /* [2] units claimed of each product; cleared by the plan */
-	uint8_t *x_codes; /* e4m3 [nr_tokens][hidden] */
-	float *x_scales;  /* [hidden / 128][nr_tokens] */
-	uint8_t *h_codes; /* e4m3 [inter / 128][nr_slots][128], in the plan's order */
-	float *h_scales;  /* [inter / 128][nr_slots] */
-	uint16_t *out;	  /* [slot][hidden] bf16 */
+	uint8_t *x_codes; /* e4m3 [hidden / 128][nr_slots][128], in the plan's order */
+	float *x_scales;  /* [hidden / 128][nr_slots] */
+	uint8_t *h_codes; /* as x_codes, of inter */
+	float *h_scales;
+	uint16_t *out; /* [slot][hidden] bf16 */
 	uint32_t hidden;
 	uint32_t inter;
 	uint32_t nr_tokens;

@@ -37,7 +37,7 @@ struct plain {
 
 /* struct plain_layout - offsets in the workspace */
 struct plain_layout {
-	size_t tiles, list, h, out, xq, xs, hq, hs, bytes;
+	size_t tiles, list, h, out, xq, xs, hq, hs, place, bytes;
 	uint32_t nt, tile_tokens, tiles_max;
 	uint32_t wide;	/* tokens of a tile of moe_fp8_wide.cu; then hq, hs, xs are its */
 	uint32_t chunk; /* the same of moe_fp8_chunk.cu; then all but tiles and list */
@@ -76,7 +76,8 @@ static void plain_layout_wgmma(const struct kvk_moe_args *a, struct plain_layout
 		l->hs = ALIGN_UP(l->hq + slots * a->experts.inter * 2);
 	}
 	l->xs = ALIGN_UP(l->hs + h_scales);
-	l->bytes = ALIGN_UP(l->xs + x_scales);
+	l->place = ALIGN_UP(l->xs + x_scales);
+	l->bytes = l->place + (l->chunk ? ALIGN_UP(slots * 4) : 0);
 }
 
 static struct plain_layout plain_layout_make(const struct kvk_moe_args *a)
@@ -335,6 +336,7 @@ static int chunk_run(const struct kvk_moe_args *a, const struct plain_layout *l,
 	c.nr_tiles = plan->nr_tiles;
 	c.tiles = plan->tiles;
 	c.list = plan->list;
+	c.place = plan->place;
 	c.claim = plan->zero;
 	c.x_codes = ws + l->out;
 	c.x_scales = (float *)(ws + l->xs);
@@ -401,6 +403,7 @@ static int plain_run(const struct kvk_moe_args *a, kvk_stream stream)
 	plan.nr_experts = a->experts.nr_experts;
 	plan.tile_tokens = l.tile_tokens;
 	if (l.chunk) {
+		plan.place = (uint32_t *)(ws + l.place);
 		plan.zero = (uint32_t *)ws + 2;
 		plan.nr_zero = 2;
 	}
