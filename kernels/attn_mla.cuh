@@ -33,7 +33,6 @@ KVK_DEV struct mla_seg publish_seg(const struct attn_params &p,
 				   const struct plan_cta &cta, uint32_t i, uint64_t step,
 				   SM *sm)
 {
-	constexpr uint32_t RING = sizeof(SM::segs) / sizeof(struct mla_seg);
 	struct mla_seg g = {};
 	enum plan_state state;
 
@@ -42,10 +41,10 @@ KVK_DEV struct mla_seg publish_seg(const struct attn_params &p,
 	g.ok = state != PLAN_FAILED;
 	g.poisoned = state == PLAN_POISONED;
 	g.nr_pieces = state == PLAN_OK ? g.s.nr_pages : 0;
-	if (i >= RING)
-		spin_until(&sm->segs_done, SM::C::NR_WARPS * (i - RING + 1) - 1);
+	if (i >= SEG_RING)
+		spin_until(&sm->segs_done, SM::C::NR_WARPS * (i - SEG_RING + 1) - 1);
 	if ((threadIdx.x & 31) == 0) {
-		sm->segs[i % RING] = g;
+		sm->segs[i % SEG_RING] = g;
 		sts_release(&sm->segs_in, i + 1);
 	}
 	return g;

@@ -23,14 +23,11 @@
  * softmax takes those that it finds and looks, before others see its P, whether the page before
  * has raised them; if so (rare), once more. O and l shrink where the page that raised them is added.
  *
- * Parts of a unit in neighbouring CTAs are merged as attn_mla_pair.cuh says.
- *
  * Error: Q in e4m3 makes scores uncertain by 2.6 % of what scatters them, P in e4m3 is the same again.
  * The matrix units add e4m3 products with fewer bits than those of f16. docs/performance-attn.md has
  * what was measured.
  */
 #include "kernels/attn_mla_fast_math.cuh"
-#include "kernels/attn_mla_reg_out.cuh"
 #include "kernels/tensor_map.cuh"
 
 #include <errno.h>
@@ -60,12 +57,12 @@ KVK_DEV void fast_scores(uint32_t seq, float (&s)[32], struct fast_smem *sm)
 	const uint32_t stage = seq % fast_cfg::STAGES, phase = seq / fast_cfg::STAGES & 1;
 
 	mbar_wait(&sm->full[stage], phase);
-	fast_rope_products(stage, s);
+	fast_rope_products(sm, stage, s);
 	mbar_wait(&sm->ready[stage], phase);
 	wgm_wait<0>();
 	wgm_keep<32>(s);
 	fast_ratio(sm->f[stage], s);
-	fast_latent_products(stage, s);
+	fast_latent_products(sm, stage, s);
 }
 
 /*
@@ -173,11 +170,50 @@ KVK_DEV void fast_skip(uint32_t nr, uint32_t seq, struct fast_smem *sm)
 	}
 }
 
+/* The segment's rows to the output (normalised) or to the unit's slot. @ml: m and l of rows */
+KVK_DEV void fast_write(const struct attn_params &p, const struct plan_seg &s,
+			const struct reg_state &st, uint32_t rows, const float2 *ml)
+{
+	const uint32_t lane = threadIdx.x & 31;
+	const uint32_t dim = threadIdx.x / 32 * 64 + lane / 4 * 2;
+	float *slot = s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(s, s.part)) : NULL;
+
+	if (slot && threadIdx.x < rows)
+		((float2 *)slot)[threadIdx.x] = ml[threadIdx.x];
+#pragma unroll
+	for (int i = 0; i < 16; i++) {
+		const uint32_t row = i / 2 * 8 + 2 * (lane & 3) + (i & 1);
+		float l;
+
+		if (row >= rows)
+			continue;
+		l = ml[row].y;
+		l = slot ? 1.f : l > 0.f ? 1.f / l : l;
+#pragma unroll
+		for (int b = 0; b < 4; b++) {
+			const float x = st.o[b][i / 2 * 4 + (i & 1)] * l;
+			const float y = st.o[b][i / 2 * 4 + 2 + (i & 1)] * l;
+
+			if (slot)
+				*(float2 *)(slot + slot_o_off(rows) +
+					    (size_t)row * LATENT + dim + 16 * b) =
+					make_float2(x, y);
+			else
+				out_store2(p,
+					   mla_row_elem(p, s, REG_ROWS, row) + dim +
+						   16 * b,
+					   x, y);
+		}
+	}
+}
+
 /* After a segment's last page. P's memory holds l of [warpgroup][row], then m and l of [row]. */
-KVK_DEV void fast_end(const struct attn_params &p, const struct mla_seg &g, bool pair,
+KVK_DEV void fast_end(const struct attn_params &p, const struct mla_seg &g,
 		      struct reg_state &st, struct fast_smem *sm)
 {
 	const uint32_t lane = threadIdx.x & 31, tid = threadIdx.x;
+	const uint32_t rows =
+		min((uint32_t)REG_ROWS, g.s.q_len * p.nr_q_heads - g.s.hblk * REG_ROWS);
 	float *part = (float *)sm->p[0];
 	float2 *ml = (float2 *)(sm->p[0] + 2 * REG_ROWS * 4);
 
@@ -202,16 +238,22 @@ KVK_DEV void fast_end(const struct attn_params &p, const struct mla_seg &g, bool
 		sm->m[tid] = REG_NONE;
 	}
 	bar_sync(BAR_ALL, 256);
-	reg_leave<true>(p, g, pair, st, ml, (float4 *)sm->latent, sm->pend);
+	if (g.ok)
+		fast_write(p, g.s, st, rows, ml);
+	else if (g.s.part == 0)
+		for (uint32_t e = tid; e < rows * (LATENT / 2); e += 256)
+			out_store2(p, mla_row_elem(p, g.s, REG_ROWS, 0) + 2 * e, NAN,
+				   NAN);
+	if (g.ok && g.s.nr_parts > 1)
+		plan_arrive(p, g.s, g.s.nr_parts * fast_cfg::NR_USE,
+			    &sm->pend[g.s.part == 0]);
 }
 
-KVK_DEV void fast_consume(const struct attn_params &p, const struct plan_cta &cta,
+KVK_DEV void fast_consume(const struct attn_params &p, uint32_t count,
 			  struct fast_smem *sm)
 {
-	const uint32_t count = cta.count;
 	/* the compiler must see that whole warps take a branch with wgmma in it */
 	const int own = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
-	const bool pair = pair_is(p);
 	uint32_t seq = 0;
 
 	for (uint32_t i = 0; i < count; i++) {
@@ -219,17 +261,15 @@ KVK_DEV void fast_consume(const struct attn_params &p, const struct plan_cta &ct
 		struct reg_state st = {};
 		uint32_t nr;
 
-		if (i) /* the first one's queries need not wait for rows and verdict */
-			spin_until(&sm->segs_in, i);
-		fast_load_q(p, i ? g.s : cta.first, sm);
 		spin_until(&sm->segs_in, i);
+		fast_load_q(p, g.s, sm);
 		nr = __shfl_sync(~0u, g.nr_pieces, 0);
 		if (p.flags & KVK_ATTN_LOADS)
 			fast_skip(nr, seq, sm);
 		else
 			fast_pages(p, g.s, nr, seq, own, st, sm);
 		seq += nr;
-		fast_end(p, g, pair, st, sm);
+		fast_end(p, g, st, sm);
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
 			atoms_add_release(&sm->segs_done, 1);
@@ -247,7 +287,7 @@ KVK_DEV void fast_finish(const struct attn_params &p, struct fast_smem *sm)
 		if (pend->epoch)
 			plan_finish<LATENT, mla_row_elem, 2>(
 				p, pend, REG_ROWS, min((uint32_t)REG_ROWS, rows),
-				pend->s.nr_parts * pend->share * fast_cfg::NR_USE,
+				pend->s.nr_parts * fast_cfg::NR_USE,
 				(struct plan_part *)sm->latent, &sm->flag, threadIdx.x,
 				BAR_ALL, 256);
 	}
@@ -278,14 +318,14 @@ KVK_DEV void fast_page_load(const struct fast_params &fp, struct fast_smem *sm,
 }
 
 KVK_DEV void fast_produce(const struct fast_params &fp, const struct plan_cta &cta,
-			  uint32_t count, uint64_t step, struct fast_smem *sm)
+			  uint64_t step, struct fast_smem *sm)
 {
 	const struct attn_params &p = fp.a;
 	const uint64_t policy = policy_evict_first();
 	const uint32_t lane = threadIdx.x & 31;
 	uint32_t seq = 0;
 
-	for (uint32_t i = 0; i < count; i++) {
+	for (uint32_t i = 0; i < cta.count; i++) {
 		const struct plan_seg *ps =
 			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
 		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;
@@ -376,56 +416,48 @@ KVK_DEV void fast_prepare(const struct attn_params &p, uint32_t count,
 /* ------------------------------------------------------------------------------- kernel
  */
 
-/* One thread. */
 KVK_DEV void fast_init(struct fast_smem *sm)
 {
-	for (int i = 0; i < fast_cfg::STAGES; i++) {
-		mbar_init(&sm->full[i], 1);
-		mbar_init(&sm->ready[i], 1);
-		mbar_init(&sm->empty[i], fast_cfg::NR_USE);
+	if (threadIdx.x == 0) {
+		for (int i = 0; i < fast_cfg::STAGES; i++) {
+			mbar_init(&sm->full[i], 1);
+			mbar_init(&sm->ready[i], 1);
+			mbar_init(&sm->empty[i], fast_cfg::NR_USE);
+		}
+		for (int i = 0; i < FAST_PS; i++) {
+			mbar_init(&sm->p_full[i], 1);
+			mbar_init(&sm->p_empty[i], fast_cfg::NR_USE);
+		}
+		sm->pend[0].epoch = sm->pend[0].last = 0;
+		sm->pend[1].epoch = sm->pend[1].last = 0;
+		sm->segs_in = sm->segs_done = 0;
+		mbar_init_fence();
 	}
-	for (int i = 0; i < FAST_PS; i++) {
-		mbar_init(&sm->p_full[i], 1);
-		mbar_init(&sm->p_empty[i], fast_cfg::NR_USE);
-	}
-	sm->pend[0].epoch = sm->pend[0].last = 0;
-	sm->pend[1].epoch = sm->pend[1].last = 0;
-	sm->segs_in = sm->segs_done = 0;
-	mbar_init_fence();
+	if (threadIdx.x < REG_ROWS)
+		sm->m[threadIdx.x] = REG_NONE;
+	__syncthreads();
 }
 
 __global__ void __launch_bounds__(fast_cfg::NR_THREADS, 1)
 	attn_mla_fast_kernel(const __grid_constant__ struct fast_params p)
 {
 	extern __shared__ __align__(1024) uint8_t smem_raw[];
-	struct fast_smem *sm = (struct fast_smem *)smem_raw;
-	const struct plan_cta &cta = p.a.mem.ctas[blockIdx.x];
-	uint32_t touched = 0;
+	/* a constant, so that addresses and descriptors are */
+	struct fast_smem *sm = (struct fast_smem *)__cvta_shared_to_generic(REG_AT);
 
-	/* descriptors are constants; the rest of an address says which CTA of a cluster it is */
-	if ((smem_addr(smem_raw) & 0xffffff) != REG_AT)
+	if (smem_addr(smem_raw) != REG_AT)
 		__trap();
+	fast_init(sm);
 	plan_enter(p.a);
-	if (threadIdx.x / 32 == fast_cfg::NR_USE) {
-		touched = plan_touch(p.a);
-		if (threadIdx.x % 32 == 0) {
-			tma_prefetch_map(&p.latent);
-			tma_prefetch_map(&p.rope);
-			fast_init(sm);
-		}
-	}
-	if (threadIdx.x < REG_ROWS)
-		sm->m[threadIdx.x] = REG_NONE;
-	__syncthreads();
 	if (threadIdx.x >= fast_cfg::NR_USE * 32) {
 		regs_dec<fast_cfg::REGS_FEED>();
 		if (threadIdx.x / 32 == fast_cfg::NR_USE)
-			fast_produce(p, cta, plan_count(touched), *p.a.step, sm);
+			fast_produce(p, p.a.mem.ctas[blockIdx.x], *p.a.step, sm);
 		else if (threadIdx.x / 32 == fast_cfg::NR_USE + 1)
-			fast_prepare(p.a, cta.count, sm);
+			fast_prepare(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
 	} else {
 		regs_inc<fast_cfg::REGS_USE>();
-		fast_consume(p.a, cta, sm);
+		fast_consume(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
 		fast_finish(p.a, sm);
 	}
 }
@@ -476,7 +508,7 @@ int mla_fast_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t 
 {
 	static const tensor_encode_fn encode = tensor_encode_find();
 	struct fast_params k = {};
-	cudaLaunchAttribute attr[2] = {};
+	cudaLaunchAttribute attr = {};
 	cudaLaunchConfig_t cfg = {};
 
 	static_assert(sizeof(struct fast_smem) <= 226 * 1024, "too much shared memory");
@@ -487,10 +519,14 @@ int mla_fast_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t 
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 (int)sizeof(struct fast_smem)) != cudaSuccess)
 		return -EIO;
-	pair_launch_attrs(nr_ctas, attr, &cfg);
+	attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr.val.programmaticStreamSerializationAllowed = 1;
+	cfg.gridDim = dim3(nr_ctas);
 	cfg.blockDim = dim3(fast_cfg::NR_THREADS);
 	cfg.dynamicSmemBytes = sizeof(struct fast_smem);
 	cfg.stream = stream;
+	cfg.attrs = &attr;
+	cfg.numAttrs = 1;
 	return cudaLaunchKernelEx(&cfg, attn_mla_fast_kernel, k) == cudaSuccess ? 0
 										: -EIO;
 }

@@ -62,9 +62,6 @@ struct fast_smem {
 	uint32_t flag;
 };
 
-/* Where a part of it lies in the CTA, for descriptors: a constant, and they are as well. */
-#define FAST_IN(part) (REG_AT + (uint32_t)offsetof(struct fast_smem, part))
-
 /* ------------------------------------------------------------------------------ queries
  */
 
@@ -205,10 +202,11 @@ KVK_DEV uint64_t fast_desc64(uint32_t addr)
 }
 
 /* Rope products, then (behind a wait and the ratio) the latent's. A: 64 rows of Q, B: 64 tokens. */
-KVK_DEV void fast_rope_products(uint32_t stage, float (&s)[32])
+KVK_DEV void fast_rope_products(const struct fast_smem *sm, uint32_t stage,
+				float (&s)[32])
 {
-	const uint64_t q = wgm_desc(FAST_IN(q) + 4 * REG_BLOCK);
-	const uint64_t k = fast_desc64(FAST_IN(rope) + stage * REG_ROPE);
+	const uint64_t q = wgm_desc(smem_addr(sm->q[4]));
+	const uint64_t k = fast_desc64(smem_addr(sm->rope[stage]));
 
 	wgm_fence();
 #pragma unroll
@@ -217,10 +215,11 @@ KVK_DEV void fast_rope_products(uint32_t stage, float (&s)[32])
 	wgm_commit();
 }
 
-KVK_DEV void fast_latent_products(uint32_t stage, float (&s)[32])
+KVK_DEV void fast_latent_products(const struct fast_smem *sm, uint32_t stage,
+				  float (&s)[32])
 {
-	const uint64_t q = wgm_desc(FAST_IN(q));
-	const uint64_t k = wgm_desc(FAST_IN(latent) + stage * (4 * REG_BLOCK));
+	const uint64_t q = wgm_desc(smem_addr(sm->q));
+	const uint64_t k = wgm_desc(smem_addr(sm->latent[stage]));
 
 	wgm_fence();
 #pragma unroll

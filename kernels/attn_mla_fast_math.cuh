@@ -279,7 +279,7 @@ KVK_DEV void fast_values(const struct fast_lane &r, uint32_t seq,
 {
 	const uint32_t stage = seq % fast_cfg::STAGES;
 	const uint32_t next = (seq + 1) % fast_cfg::STAGES;
-	const uint64_t p = wgm_desc(FAST_IN(p) + fast_p_at(seq)) + (seq & 1) * 4;
+	const uint64_t p = wgm_desc(smem_addr(sm->p) + fast_p_at(seq)) + (seq & 1) * 4;
 
 #pragma unroll
 	for (int i = 0; i < 8; i++) {

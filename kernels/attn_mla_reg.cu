@@ -31,8 +31,6 @@
  * does) are the references raised, and what was summed shrinks. m is of the product, so a page
  * with larger scales needs nothing of its own.
  *
- * Parts of a unit in neighbouring CTAs are merged as attn_mla_pair.cuh says.
- *
  * The scores of the rope come first; they are multiplied by rope scale over latent scale
  * before the latent's are added to them.
  *
@@ -42,7 +40,6 @@
  * softmax, and trips to shared memory. docs/performance-attn.md has the counters.
  */
 #include "kernels/attn_mla_reg_math.cuh"
-#include "kernels/attn_mla_reg_out.cuh"
 #include "kernels/tensor_map.cuh"
 
 #include <errno.h>
@@ -120,11 +117,72 @@ KVK_DEV void reg_skip(uint32_t nr, uint32_t seq, struct reg_smem *sm)
 	}
 }
 
+/*
+ * Eight neighbouring f32 values of a lane to @to: lanes g and g ^ 1 exchange halves, so that each
+ * store fills whole sectors of 32 bytes.
+ */
+KVK_DEV void reg_store_f32(float *to, const float *x, bool in)
+{
+	const bool odd = threadIdx.x & 4;
+	float y[4];
+
+#pragma unroll
+	for (int k = 0; k < 4; k++)
+		y[k] = __shfl_xor_sync(~0u, odd ? x[k] : x[4 + k], 4);
+	if (!in)
+		return;
+	if (odd) {
+		*(float4 *)(to - 4) = make_float4(y[0], y[1], y[2], y[3]);
+		*(float4 *)(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
+	} else {
+		*(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
+		*(float4 *)(to + 8) = make_float4(y[0], y[1], y[2], y[3]);
+	}
+}
+
+/* The segment's rows to the output (normalised) or to the unit's slot. @ml: m and l of rows */
+KVK_DEV void reg_write(const struct attn_params &p, const struct plan_seg &s,
+		       const struct reg_state &st, uint32_t rows, const float2 *ml)
+{
+	const uint32_t lane = threadIdx.x & 31;
+	const uint32_t dim = threadIdx.x / 32 * 64 + lane / 4 * 8;
+	float *slot = s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(s, s.part)) : NULL;
+
+	if (slot && threadIdx.x < rows)
+		((float2 *)slot)[threadIdx.x] = ml[threadIdx.x];
+#pragma unroll
+	for (int i = 0; i < 16; i++) {
+		const uint32_t row = i / 2 * 8 + 2 * (lane & 3) + (i & 1);
+		const bool in = row < rows;
+		float l = ml[row].y, x[8];
+
+		l = slot ? 1.f : l > 0.f ? 1.f / l : l;
+#pragma unroll
+		for (int k = 0; k < 8; k++)
+			x[k] = st.o[k / 2][i / 2 * 4 + 2 * (k & 1) + (i & 1)] * l;
+		if (slot)
+			reg_store_f32(slot + slot_o_off(rows) + (size_t)row * LATENT +
+					      dim,
+				      x, in);
+		else if (p.act_f32)
+			reg_store_f32((float *)p.out + mla_row_elem(p, s, REG_ROWS, row) +
+					      dim,
+				      x, in);
+		else if (in)
+			*(uint4 *)((__nv_bfloat16 *)p.out +
+				   mla_row_elem(p, s, REG_ROWS, row) + dim) =
+				make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),
+					   pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+	}
+}
+
 /* After a segment's last page. P's memory holds l of [warp][row], then m and l of [row]. */
-KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g, bool pair,
+KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g,
 		     struct reg_state &st, struct reg_smem *sm)
 {
 	const uint32_t lane = threadIdx.x & 31, tid = threadIdx.x;
+	const uint32_t rows =
+		min((uint32_t)REG_ROWS, g.s.q_len * p.nr_q_heads - g.s.hblk * REG_ROWS);
 	float(*part)[REG_ROWS] = (float(*)[REG_ROWS])sm->p;
 	float2 *ml = (float2 *)(sm->p + 8 * REG_ROWS * 4);
 
@@ -143,16 +201,21 @@ KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g, bool 
 		sm->m[tid] = REG_NONE;
 	}
 	bar_sync(BAR_ALL, 256);
-	reg_leave<false>(p, g, pair, st, ml, (float4 *)sm->latent, sm->pend);
+	if (g.ok)
+		reg_write(p, g.s, st, rows, ml);
+	else if (g.s.part == 0)
+		for (uint32_t e = tid; e < rows * (LATENT / 2); e += 256)
+			out_store2(p, mla_row_elem(p, g.s, REG_ROWS, 0) + 2 * e, NAN,
+				   NAN);
+	if (g.ok && g.s.nr_parts > 1)
+		plan_arrive(p, g.s, g.s.nr_parts * reg_cfg::NR_WARPS,
+			    &sm->pend[g.s.part == 0]);
 }
 
-KVK_DEV void reg_consume(const struct attn_params &p, const struct plan_cta &cta,
-			 struct reg_smem *sm)
+KVK_DEV void reg_consume(const struct attn_params &p, uint32_t count, struct reg_smem *sm)
 {
-	const uint32_t count = cta.count;
 	/* the compiler must see that whole warps take a branch with wgmma in it */
 	const int own = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
-	const bool pair = pair_is(p);
 	uint32_t seq = 0;
 
 	for (uint32_t i = 0; i < count; i++) {
@@ -160,17 +223,15 @@ KVK_DEV void reg_consume(const struct attn_params &p, const struct plan_cta &cta
 		struct reg_state st = {};
 		uint32_t nr;
 
-		if (i) /* the first one's queries need not wait for rows and verdict */
-			spin_until(&sm->segs_in, i);
-		reg_load_q(p, i ? g.s : cta.first, sm);
 		spin_until(&sm->segs_in, i);
+		reg_load_q(p, g.s, sm);
 		nr = __shfl_sync(~0u, g.nr_pieces, 0);
 		if (p.flags & KVK_ATTN_LOADS)
 			reg_skip(nr, seq, sm);
 		else
 			reg_pages(p, g.s, nr, seq, own, st, sm);
 		seq += nr;
-		reg_end(p, g, pair, st, sm);
+		reg_end(p, g, st, sm);
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
 			atoms_add_release(&sm->segs_done, 1);
@@ -188,7 +249,7 @@ KVK_DEV void reg_finish(const struct attn_params &p, struct reg_smem *sm)
 		if (pend->epoch)
 			plan_finish<LATENT, mla_row_elem, 2>(
 				p, pend, REG_ROWS, min((uint32_t)REG_ROWS, rows),
-				pend->s.nr_parts * pend->share * reg_cfg::NR_WARPS,
+				pend->s.nr_parts * reg_cfg::NR_WARPS,
 				(struct plan_part *)sm->latent, &sm->flag, threadIdx.x,
 				BAR_ALL, 256);
 	}
@@ -214,14 +275,14 @@ KVK_DEV void reg_page_load(const struct reg_params &rp, struct reg_smem *sm,
 }
 
 KVK_DEV void reg_produce(const struct reg_params &rp, const struct plan_cta &cta,
-			 uint32_t count, uint64_t step, struct reg_smem *sm)
+			 uint64_t step, struct reg_smem *sm)
 {
 	const struct attn_params &p = rp.a;
 	const uint64_t policy = policy_evict_first();
 	const uint32_t lane = threadIdx.x & 31;
 	uint32_t seq = 0;
 
-	for (uint32_t i = 0; i < count; i++) {
+	for (uint32_t i = 0; i < cta.count; i++) {
 		const struct plan_seg *ps =
 			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
 		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;
@@ -256,51 +317,44 @@ KVK_DEV void reg_produce(const struct reg_params &rp, const struct plan_cta &cta
 /* ------------------------------------------------------------------------------- kernel
  */
 
-/* One thread. */
 KVK_DEV void reg_init(const struct attn_params &p, struct reg_smem *sm)
 {
-	for (int i = 0; i < reg_cfg::STAGES; i++) {
-		mbar_init(&sm->full[i], 1);
-		mbar_init(&sm->empty[i], reg_cfg::NR_WARPS);
+	if (threadIdx.x == 0) {
+		for (int i = 0; i < reg_cfg::STAGES; i++) {
+			mbar_init(&sm->full[i], 1);
+			mbar_init(&sm->empty[i], reg_cfg::NR_WARPS);
+		}
+		mbar_init(&sm->p_full, 1);
+		mbar_init(&sm->p_empty, reg_cfg::NR_WARPS);
+		sm->pend[0].epoch = sm->pend[0].last = 0;
+		sm->pend[1].epoch = sm->pend[1].last = 0;
+		sm->segs_in = sm->segs_done = 0;
+		sm->fixed = p.scales ? p.scales[0] : 1.f;
+		mbar_init_fence();
 	}
-	mbar_init(&sm->p_full, 1);
-	mbar_init(&sm->p_empty, reg_cfg::NR_WARPS);
-	sm->pend[0].epoch = sm->pend[0].last = 0;
-	sm->pend[1].epoch = sm->pend[1].last = 0;
-	sm->segs_in = sm->segs_done = 0;
-	sm->fixed = p.scales ? p.scales[0] : 1.f;
-	mbar_init_fence();
+	if (threadIdx.x < REG_ROWS)
+		sm->m[threadIdx.x] = REG_NONE;
+	__syncthreads();
 }
 
 __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 	attn_mla_reg_kernel(const __grid_constant__ struct reg_params p)
 {
 	extern __shared__ __align__(1024) uint8_t smem_raw[];
-	struct reg_smem *sm = (struct reg_smem *)smem_raw;
-	const struct plan_cta &cta = p.a.mem.ctas[blockIdx.x];
-	uint32_t touched = 0;
+	/* a constant, so that addresses and descriptors are */
+	struct reg_smem *sm = (struct reg_smem *)__cvta_shared_to_generic(REG_AT);
 
-	/* descriptors are constants; the rest of an address says which CTA of a cluster it is */
-	if ((smem_addr(smem_raw) & 0xffffff) != REG_AT)
+	if (smem_addr(smem_raw) != REG_AT)
 		__trap();
+	reg_init(p.a, sm);
 	plan_enter(p.a);
-	if (threadIdx.x / 32 == reg_cfg::NR_WARPS) {
-		touched = plan_touch(p.a);
-		if (threadIdx.x % 32 == 0) {
-			tma_prefetch_map(&p.latent);
-			reg_init(p.a, sm);
-		}
-	}
-	if (threadIdx.x < REG_ROWS)
-		sm->m[threadIdx.x] = REG_NONE;
-	__syncthreads();
 	if (threadIdx.x >= reg_cfg::NR_WARPS * 32) {
 		regs_dec<reg_cfg::REGS_FEED>();
 		if (threadIdx.x / 32 == reg_cfg::NR_WARPS)
-			reg_produce(p, cta, plan_count(touched), *p.a.step, sm);
+			reg_produce(p, p.a.mem.ctas[blockIdx.x], *p.a.step, sm);
 	} else {
 		regs_inc<reg_cfg::REGS_USE>();
-		reg_consume(p.a, cta, sm);
+		reg_consume(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
 		reg_finish(p.a, sm);
 	}
 }
@@ -331,7 +385,7 @@ static int reg_map(const struct attn_params *p, CUtensorMap *map)
 int mla_reg_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream)
 {
 	struct reg_params k = {};
-	cudaLaunchAttribute attr[2] = {};
+	cudaLaunchAttribute attr = {};
 	cudaLaunchConfig_t cfg = {};
 
 	static_assert(sizeof(struct reg_smem) <= 227 * 1024, "too much shared memory");
@@ -341,9 +395,13 @@ int mla_reg_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t s
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 (int)sizeof(struct reg_smem)) != cudaSuccess)
 		return -EIO;
-	pair_launch_attrs(nr_ctas, attr, &cfg);
+	attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr.val.programmaticStreamSerializationAllowed = 1;
+	cfg.gridDim = dim3(nr_ctas);
 	cfg.blockDim = dim3(reg_cfg::NR_THREADS);
 	cfg.dynamicSmemBytes = sizeof(struct reg_smem);
 	cfg.stream = stream;
+	cfg.attrs = &attr;
+	cfg.numAttrs = 1;
 	return cudaLaunchKernelEx(&cfg, attn_mla_reg_kernel, k) == cudaSuccess ? 0 : -EIO;
 }

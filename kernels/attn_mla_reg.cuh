@@ -16,7 +16,7 @@
 #define REG_NONE \
 	-1e30f	     /* reference before the first page; finite, as -inf - -inf is not */
 #define REG_OWN	   2 /* + warpgroup: its barrier */
-#define REG_AT	   1024 /* where dynamic shared memory starts in a CTA; checked */
+#define REG_AT	   1024 /* where dynamic shared memory starts; checked */
 #define REG_ROPE   (TOKENS * ROPE)
 #define REG_SCALES (TOKENS * 4)
 

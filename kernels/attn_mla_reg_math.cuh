@@ -70,8 +70,8 @@ KVK_DEV struct reg_lane reg_lane_init(const struct reg_smem *sm, int own)
 	r.key = smem_addr(sm->latent[0]) + row * 128 + ((2 * c) ^ g) * 16;
 	r.value = smem_addr(sm->latent[0][own * 2 + w / 2]) + 2 * c * 128 +
 		  (((w & 1) * 4 + g / 2) ^ (2 * c)) * 16 + (g & 1) * 8;
-	r.q = wgm_desc(REG_AT + (uint32_t)offsetof(struct reg_smem, q));
-	r.p = wgm_desc(REG_AT + (uint32_t)offsetof(struct reg_smem, p));
+	r.q = wgm_desc(smem_addr(sm->q));
+	r.p = wgm_desc(smem_addr(sm->p));
 	return r;
 }
 

@@ -24,14 +24,11 @@
  * A tile comes free in parts: rope when the other warpgroup has P (so the scores are done),
  * each half of the latent dims when its warpgroup has added it up.
  *
- * Parts of a unit in neighbouring CTAs are merged as attn_mla_pair.cuh says.
- *
  * P in one part of 8 bits is off by 9e-4, with a bf16 output 1.9e-3 to 2.0e-3 in all; two parts
  * are exact enough for 1e-3. KVK_ATTN_FAST takes one.
  *
  * Measured: 3,900 clocks a page with P in one part (91 % of the memory's rate), 4,900 in two.
  */
-#include "kernels/attn_mla_pair.cuh"
 #include "kernels/attn_mla_tile_feed.cuh"
 
 #include <errno.h>
@@ -283,129 +280,47 @@ KVK_DEV void tile_skip(uint32_t seq, int wg, struct tile_smem *sm)
 	}
 }
 
-/* Sums times @f to the output, NR groups of 8 dims from @dim on; a lane stores 8 dims of bf16 at once. */
-template <int NR>
+/* The segment's rows to the output (normalised) or to the unit's slot. */
 KVK_DEV void tile_write(const struct attn_params &p, const struct plan_seg &s,
-			const struct tile_state &st, uint32_t rows, uint32_t dim,
-			const float *f)
+			const struct tile_state &st, uint32_t rows,
+			const struct tile_smem *sm)
 {
-	const uint32_t lane = threadIdx.x & 31, c = lane % 4;
+	const int lane = threadIdx.x & 31, wg = threadIdx.x / 128, c = lane % 4;
+	float *slot = s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(s, s.part)) : NULL;
 
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
 		const uint32_t row = threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * h;
-		const size_t to = mla_row_elem(p, s, TILE_ROWS, row) + dim;
+		const float l = sm->lsum[0][row] + sm->lsum[1][row];
+		const float f = slot ? 1.f : l > 0.f ? 1.f / l : l;
+		size_t off;
 
+		if (row >= rows)
+			continue;
+		if (slot && wg == 0 && c == 0) /* nothing seen: m must not count */
+			((float2 *)slot)[row] =
+				make_float2(l == 0.f ? -INFINITY : st.m[h], l);
+		off = slot ? slot_o_off(rows) + (size_t)row * LATENT
+			   : mla_row_elem(p, s, TILE_ROWS, row);
+		off += wg * 256 + 2 * c;
 #pragma unroll
-		for (int i = 0; i < NR; i += 4) {
-			float2 x[4];
-			float w[4];
+		for (int i = 0; i < 32; i++) {
+			float x = st.o[4 * i + 2 * h] * f,
+			      y = st.o[4 * i + 2 * h + 1] * f;
 
-#pragma unroll
-			for (int k = 0; k < 4; k++) {
-				const float *o = &st.o[4 * (i + k) + 2 * h];
-
-				x[k] = make_float2(o[0] * f[h], o[1] * f[h]);
-				w[k] = __uint_as_float(pack_bf16(x[k].x, x[k].y));
-				if (p.act_f32 && row < rows)
-					*(float2 *)((float *)p.out + to + (i + k) * 8 +
-						    2 * c) = x[k];
-			}
-			if (p.act_f32)
-				continue;
-			pair_transpose(1, w[0], w[1], w[2], w[3]);
-			if (row < rows)
-				*(float4 *)((__nv_bfloat16 *)p.out + to + (i + c) * 8) =
-					make_float4(w[0], w[1], w[2], w[3]);
+			if (slot)
+				*(float2 *)(slot + off + 8 * i) = make_float2(x, y);
+			else
+				out_store2(p, off + 8 * i, x, y);
 		}
 	}
 }
 
-/* ... as they are to a slot. */
-template <int NR>
-KVK_DEV void tile_write_slot(float *slot, const struct tile_state &st, uint32_t rows,
-			     uint32_t dim)
-{
-	const uint32_t lane = threadIdx.x & 31, c = lane % 4;
-
-#pragma unroll
-	for (int h = 0; h < 2; h++) {
-		const uint32_t row = threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * h;
-		float *to = slot + slot_o_off(rows) + (size_t)row * LATENT + dim + 2 * c;
-
-#pragma unroll
-		for (int i = 0; i < NR && row < rows; i++)
-			*(float2 *)(to + 8 * i) =
-				make_float2(st.o[4 * i + 2 * h], st.o[4 * i + 2 * h + 1]);
-	}
-}
-
-/* Merge with the other CTA of a pair, each one half of a warpgroup's dims. The tiles are empty. */
-KVK_DEV void tile_pair(const struct attn_params &p, const struct plan_seg &s,
-		       struct tile_state &st, uint32_t rows, struct tile_smem *sm)
-{
-	const bool whole = s.nr_parts == 2, odd = s.part & 1;
-	const uint32_t lane = threadIdx.x & 31;
-	const uint32_t dim = threadIdx.x / 128 * 256 + odd * 128;
-	float4 *room = (float4 *)sm->tile;
-	const uint32_t there = pair_addr(smem_addr(room + threadIdx.x));
-	const uint32_t ml_there = pair_addr(smem_addr(sm->ml));
-	const float one[2] = {1.f, 1.f};
-	struct plan_seg unit;
-	float *slot = whole ? NULL : pair_slot(p, s, &unit);
-	float2 f[2];
-
-#pragma unroll
-	for (int i = 0; i < 16; i++) {
-		float *lo = &st.o[4 * i], *hi = lo + 64;
-
-		room[i * 256 + threadIdx.x] =
-			odd ? make_float4(lo[0], lo[1], lo[2], lo[3])
-			    : make_float4(hi[0], hi[1], hi[2], hi[3]);
-#pragma unroll
-		for (int k = 0; k < 4; k++)
-			lo[k] = odd ? hi[k] : lo[k];
-	}
-	pair_arrive();
-	pair_wait();
-#pragma unroll
-	for (int h = 0; h < 2; h++) {
-		const uint32_t row = threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * h;
-		float2 both;
-
-		f[h] = pair_factors(sm->ml[row], pair_read2(ml_there + row * 8), whole,
-				    &both);
-		/* each has all rows, and writes half of them */
-		if (slot && row < rows && lane % 4 == 0 && threadIdx.x / 128 == 0 &&
-		    h == odd)
-			((float2 *)slot)[row] = both;
-	}
-#pragma unroll
-	for (int i = 0; i < 16; i++) {
-		const float4 v = pair_read4(there + i * 256 * 16);
-		float *o = &st.o[4 * i];
-
-		o[0] = o[0] * f[0].x + v.x * f[0].y;
-		o[1] = o[1] * f[0].x + v.y * f[0].y;
-		o[2] = o[2] * f[1].x + v.z * f[1].y;
-		o[3] = o[3] * f[1].x + v.w * f[1].y;
-	}
-	pair_arrive();
-	if (whole) {
-		tile_write<16>(p, s, st, rows, dim, one);
-	} else {
-		tile_write_slot<16>(slot, st, rows, dim);
-		plan_arrive(p, unit, s.nr_parts * tile_cfg<1>::NR_USE, &sm->pend[0], 2);
-	}
-	pair_wait(); /* its shared memory is not ours to give up before */
-}
-
 /* After a segment's last page. */
-KVK_DEV void tile_end(const struct attn_params &p, const struct mla_seg &g, bool pair,
+KVK_DEV void tile_end(const struct attn_params &p, const struct mla_seg &g,
 		      struct tile_state &st, struct tile_smem *sm)
 {
-	const uint32_t lane = threadIdx.x & 31, wg = threadIdx.x / 128;
-	const uint32_t row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+	const int lane = threadIdx.x & 31, wg = threadIdx.x / 128;
 	const uint32_t rows =
 		min((uint32_t)TILE_ROWS, g.s.q_len * p.nr_q_heads - g.s.hblk * TILE_ROWS);
 
@@ -416,54 +331,26 @@ KVK_DEV void tile_end(const struct attn_params &p, const struct mla_seg &g, bool
 		l += __shfl_xor_sync(~0u, l, 1);
 		l += __shfl_xor_sync(~0u, l, 2);
 		if (lane % 4 == 0)
-			sm->lsum[wg][row + 8 * h] = g.poisoned ? NAN : l;
+			sm->lsum[wg][threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * h] =
+				g.poisoned ? NAN : l;
 	}
 	bar_sync(BAR_ALL, 256);
-	if (!g.ok) {
-		if (g.s.part == 0)
-			for (uint32_t e = threadIdx.x; e < rows * (LATENT / 2); e += 256)
-				out_store2(p, mla_row_elem(p, g.s, TILE_ROWS, 0) + 2 * e,
-					   NAN, NAN);
-		return;
-	}
-#pragma unroll
-	for (int h = 0; h < 2; h++) {
-		const float l = sm->lsum[0][row + 8 * h] + sm->lsum[1][row + 8 * h];
-
-		st.l[h] = l;
-		/* nothing seen: m must not count */
-		if (wg == 0 && lane % 4 == 0)
-			sm->ml[row + 8 * h] =
-				make_float2(l == 0.f ? -INFINITY : st.m[h], l);
-	}
-	if (g.s.nr_parts == 1) {
-		st.l[0] = st.l[0] > 0.f ? 1.f / st.l[0] : st.l[0];
-		st.l[1] = st.l[1] > 0.f ? 1.f / st.l[1] : st.l[1];
-		tile_write<32>(p, g.s, st, rows, wg * 256, st.l);
-		return;
-	}
-	bar_sync(BAR_ALL, 256);
-	if (pair) {
-		tile_pair(p, g.s, st, rows, sm);
-	} else {
-		float *slot = slot_ptr(p.mem, plan_slot(g.s, g.s.part));
-
-		if (threadIdx.x < rows)
-			((float2 *)slot)[threadIdx.x] = sm->ml[threadIdx.x];
-		tile_write_slot<32>(slot, st, rows, wg * 256);
-		plan_arrive(p, g.s, g.s.nr_parts * tile_cfg<1>::NR_USE,
-			    &sm->pend[g.s.part == 0]);
-	}
+	if (g.ok)
+		tile_write(p, g.s, st, rows, sm);
+	else if (g.s.part == 0)
+		for (uint32_t e = threadIdx.x; e < rows * (LATENT / 2); e += 256)
+			out_store2(p, mla_row_elem(p, g.s, TILE_ROWS, 0) + 2 * e, NAN,
+				   NAN);
+	if (g.ok && g.s.nr_parts > 1)
+		plan_arrive(p, g.s, g.s.nr_parts * 8, &sm->pend[g.s.part == 0]);
 }
 
 template <int PLANES>
-KVK_DEV void tile_consume(const struct attn_params &p, const struct plan_cta &cta,
+KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 			  struct tile_smem *sm)
 {
-	const uint32_t count = cta.count;
 	/* the compiler must see that whole warps take a branch with wgmma in it */
 	const uint32_t wg = __shfl_sync(~0u, threadIdx.x / 128, 0);
-	const bool pair = pair_is(p);
 	uint32_t seq = 0;
 
 	for (uint32_t i = 0; i < count; i++) {
@@ -471,15 +358,13 @@ KVK_DEV void tile_consume(const struct attn_params &p, const struct plan_cta &ct
 		struct mla_seg g;
 		uint32_t nr;
 
-		if (i) /* the first one's queries need not wait for rows and verdict */
-			spin_until(&sm->segs_in, i);
-		tile_load_q(p, i ? sm->segs[i % TILE_SEGS].s : cta.first, sm);
 		spin_until(&sm->segs_in, i);
 		g = sm->segs[i % TILE_SEGS];
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
 			atoms_add_release(&sm->segs_done, 1);
 		st.m[0] = st.m[1] = -INFINITY;
+		tile_load_q(p, g.s, sm);
 		nr = __shfl_sync(~0u, g.nr_pieces, 0);
 		for (uint32_t n = 0; n < nr; n++, seq++) {
 			int32_t valid = (int32_t)(g.s.len - (g.s.page0 + n) * TOKENS);
@@ -491,7 +376,7 @@ KVK_DEV void tile_consume(const struct attn_params &p, const struct plan_cta &ct
 			else
 				tile_other<PLANES>(seq, st, sm);
 		}
-		tile_end(p, g, pair, st, sm);
+		tile_end(p, g, st, sm);
 	}
 }
 
@@ -507,9 +392,8 @@ KVK_DEV void tile_finish(const struct attn_params &p, struct tile_smem *sm)
 		if (pend->epoch)
 			plan_finish<LATENT, mla_row_elem, 2>(
 				p, pend, TILE_ROWS, min((uint32_t)TILE_ROWS, rows),
-				pend->s.nr_parts * pend->share * tile_cfg<1>::NR_USE,
-				(struct plan_part *)sm->tile, &sm->flag, threadIdx.x,
-				BAR_ALL, 256);
+				pend->s.nr_parts * 8, (struct plan_part *)sm->tile,
+				&sm->flag, threadIdx.x, BAR_ALL, 256);
 	}
 }
 
@@ -541,7 +425,7 @@ __global__ void __launch_bounds__(384, 1)
 		feed_bf16(p, p.mem.ctas[blockIdx.x], *p.step, sm);
 	} else {
 		regs_inc<C::REGS_USE>();
-		tile_consume<PLANES>(p, p.mem.ctas[blockIdx.x], sm);
+		tile_consume<PLANES>(p, p.mem.ctas[blockIdx.x].count, sm);
 		tile_finish(p, sm);
 	}
 }
@@ -549,7 +433,7 @@ __global__ void __launch_bounds__(384, 1)
 template <int PLANES>
 static int launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream)
 {
-	cudaLaunchAttribute attr[2] = {};
+	cudaLaunchAttribute attr = {};
 	cudaLaunchConfig_t cfg = {};
 
 	static_assert(sizeof(struct tile_smem) <= 227 * 1024, "too much shared memory");
@@ -557,10 +441,14 @@ static int launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t st
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 (int)sizeof(struct tile_smem)) != cudaSuccess)
 		return -EIO;
-	pair_launch_attrs(nr_ctas, attr, &cfg);
+	attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr.val.programmaticStreamSerializationAllowed = 1;
+	cfg.gridDim = dim3(nr_ctas);
 	cfg.blockDim = dim3(tile_cfg<PLANES>::NR_THREADS);
 	cfg.dynamicSmemBytes = sizeof(struct tile_smem);
 	cfg.stream = stream;
+	cfg.attrs = &attr;
+	cfg.numAttrs = 1;
 	return cudaLaunchKernelEx(&cfg, attn_mla_tile_kernel<PLANES>, *p) == cudaSuccess
 		       ? 0
 		       : -EIO;

@@ -17,8 +17,7 @@
  * n-th launch go from (n - 1) * total to n * total, and n, the epoch, marks slices taken.
  * GQA steps of few units do without counting; attn_quick.cuh says how.
  *
- * Slots: CTA c's first segment (part > 0) uses slot 2c, its last (part 0) slot 2c + 1. A pair of CTAs may
- * share one (attn_mla_pair.cuh): then it is that of part 0, 1, ... for the first, second, ... pair.
+ * Slots: CTA c's first segment (part > 0) uses slot 2c, its last (part 0) slot 2c + 1.
  */
 #ifndef KVK_ATTN_PLAN_CUH
 #define KVK_ATTN_PLAN_CUH
@@ -258,7 +257,6 @@ struct plan_pending {
 	struct plan_seg s;
 	uint32_t epoch; /* 0: none */
 	uint32_t last;	/* this CTA arrived last */
-	uint32_t share; /* CTAs that fill a slot together: a pair, or 1 */
 };
 
 /* How slots are read: whether words may still be missing, and since when one waits. */
@@ -292,11 +290,10 @@ KVK_DEV void part_add(struct plan_part &a, float4 o, float m, float l)
 
 /*
  * Count in a part whose slot this warp has written; @total arrivals make the unit. All
- * lanes call it. @share: CTAs that fill a slot together, each some of the rows; s.nr_parts slots are
- * read, and each CTA owns a slice.
+ * lanes call it.
  */
 KVK_DEV void plan_arrive(const struct attn_params &p, const struct plan_seg &s,
-			 uint32_t total, struct plan_pending *pend, uint32_t share = 1)
+			 uint32_t total, struct plan_pending *pend)
 {
 	__syncwarp();
 	if ((threadIdx.x & 31) == 0) {
@@ -306,7 +303,6 @@ KVK_DEV void plan_arrive(const struct attn_params &p, const struct plan_seg &s,
 		old = atomicAdd(p.mem.counters + plan_slot(s, 0), 1);
 		pend->s = s;
 		pend->epoch = old / total + 1;
-		pend->share = share;
 		if (old % total == total - 1)
 			pend->last = 1;
 	}
@@ -502,8 +498,8 @@ KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending 
 			 int nr_threads)
 {
 	const struct plan_seg s = pend->s;
-	const uint32_t slices = min(min(s.nr_parts * pend->share, PLAN_SLICES),
-				    (rows * (D / 4) + 31) / 32);
+	const uint32_t slices =
+		min(min(s.nr_parts, PLAN_SLICES), (rows * (D / 4) + 31) / 32);
 	uint32_t *taken = p.mem.counters + PLAN_SLOTS + plan_slot(s, 0) * PLAN_SLICES;
 	const uint32_t epoch = pend->epoch;
 	const bool last = pend->last;
