@@ -169,4 +169,54 @@ KVT_TEST(pages_outlive_the_engine_that_wrote_them)
 	ipc_stop(&kvmd);
 }
 
+/* ------------------------------------------------------- O20: vllm#55906, a slow path */
+
+static char last_log[256];
+
+static void keep_log(void *arg, int level, const char *line)
+{
+	snprintf(last_log, sizeof(last_log), "%s", line);
+}
+
+/* There is no slow path: who cannot import is told, others go on. */
+static int import_fails(void *arg)
+{
+	struct kvc_options opt = {.size_bytes = sizeof(opt),
+				  .socket_path = kvmd.socket_path,
+				  .client_name = "test",
+				  .log = keep_log};
+	struct kv_grant page;
+	struct kvc *mine;
+
+	setenv("FAKE_CUDA_FAIL", "cuMemImportFromShareableHandle:1+", 1);
+	KVT_EXPECT_EQ(kvc_open(&opt, &mine), 0);
+	ipc_gpu_context(0);
+	if (kvc_alloc(ipc_pool(mine), 1, KV_GFP_NOWAIT, &page) != -ENOMEM)
+		return 2;
+	if (!strstr(last_log, "cuMemImportFromShareableHandle"))
+		return 3;
+	kvc_close(mine);
+	return 0;
+}
+
+KVT_TEST(o20_silent_slow_path)
+{
+	struct kvc_pool *pool;
+	struct kv_grant page;
+	struct kvc *c;
+
+	ipc_need_fake();
+	setenv("FAKE_CUDA_FORK_BREAKS", "1", 1);
+	setenv("KVT_BACKEND", "cuda", 1);
+	ipc_start(&kvmd, NULL);
+	KVT_EXPECT_EQ(ipc_wait(ipc_child(import_fails, NULL)), 0);
+	c = ipc_connect(&kvmd);
+	ipc_gpu_context(0);
+	pool = ipc_pool(c);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &page), 0);
+	ipc_page_fill(pool, page.pfn, 1, 4096);
+	kvc_close(c);
+	ipc_stop(&kvmd);
+}
+
 KVT_MAIN()

@@ -586,37 +586,4 @@ KVT_TEST(o18_pointer_inside_a_block)
 	stop();
 }
 
-/* cases O20: vllm#55906. There is no slow path: who cannot import is told, others go on. */
-static int import_fails(void *arg)
-{
-	struct kv_grant page;
-	struct kvc *mine;
-
-	setenv("FAKE_CUDA_FAIL", "cuMemImportFromShareableHandle:1+", 1);
-	mine = connect_logged();
-	ipc_gpu_context(0);
-	if (kvc_alloc(ipc_pool(mine), 1, KV_GFP_NOWAIT, &page) != -ENOMEM)
-		return 2;
-	if (!strstr(last_log, "cuMemImportFromShareableHandle"))
-		return 3;
-	kvc_close(mine);
-	return 0;
-}
-
-KVT_TEST(o20_silent_slow_path)
-{
-	struct kv_grant page;
-
-	ipc_need_fake();
-	setenv("FAKE_CUDA_FORK_BREAKS", "1", 1);
-	start_kvmd(NULL);
-	KVT_EXPECT_EQ(ipc_wait(ipc_child(import_fails, NULL)), 0);
-	c = connect_logged();
-	ipc_gpu_context(0);
-	pool = ipc_pool(c);
-	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &page), 0);
-	ipc_page_fill(pool, page.pfn, 1, 4096);
-	stop();
-}
-
 KVT_MAIN()
