@@ -231,7 +231,7 @@ int kvc_call(struct kvc *c, struct kvc_req *req, u64 deadline_ns)
 	u64 sent_in = 0;
 
 	for (;;) {
-		struct kvc_link *link;
+		struct kvc_link *link = NULL;
 		int r, error;
 
 		if (kvc_poisoned(c))

@@ -112,7 +112,7 @@ int kvd_admin_get_pool(struct kvd_admin_call *call, struct kvd_pool **ret_pool)
 {
 	struct kvd_mm *mm = &call->kvd->core.mm;
 	struct kvd_pool *only = NULL;
-	u32 id, i, nr = 0;
+	u32 id = 0, i, nr = 0;
 	int r;
 
 	r = kvd_admin_get_u32(call, "pool", &id);
