@@ -50,7 +50,6 @@ static void fill_pages(struct world *w, const u32 *lengths, u32 nr)
 	const struct kv_layout *l = &w->f.pages.layout;
 	bool mla = l->kind == KV_LAYOUT_MLA;
 	u32 dims[2] = {mla ? l->latent_dim : l->nr_kv_heads * l->head_dim, 0};
-	struct kvk_append_args a = {.src_dtype = KVK_F32};
 	float *src[2];
 
 	dims[1] = mla ? l->rope_dim : dims[0];
@@ -65,12 +64,7 @@ static void fill_pages(struct world *w, const u32 *lengths, u32 nr)
 				src[i][t * dims[i] + d] *=
 					t % 7 == 3 + (size_t)i ? 0.f : ramp * (float)t;
 	}
-	a.pages = w->f.pages;
-	a.batch = w->f.batch;
-	a.latent = a.k = src[0];
-	a.rope = a.v = src[1];
-	for (a.layer = 0; a.layer < l->nr_layers; a.layer++)
-		KVT_EXPECT_EQ(w->ops->append(&a, NULL), 0);
+	kvt_paged_append(&w->f, src[0], src[1]);
 	free(src[0]);
 	free(src[1]);
 }
@@ -79,17 +73,10 @@ static void fill_pages(struct world *w, const u32 *lengths, u32 nr)
 static void set_queries(struct world *w, const u32 *q_lens, u32 nr, u32 dk, u32 dv,
 			u32 heads)
 {
-	u32 most = 0, t = 0;
+	u32 t;
 
-	for (u32 r = 0; r < nr; r++) {
-		w->f.q_start[r] = t;
-		t += q_lens[r];
-		most = KV_MAX(most, q_lens[r]);
-	}
-	w->f.q_start[nr] = t;
-	w->f.batch.q_start = w->f.q_start;
-	w->f.batch.nr_tokens = t;
-	w->f.batch.q_len_max = most;
+	kvt_paged_ask(&w->f, q_lens, nr);
+	t = w->f.batch.nr_tokens;
 	w->nr_q = (size_t)t * heads * dk;
 	w->nr_out = (size_t)t * heads * dv;
 	w->q = malloc(w->nr_q * sizeof(float));

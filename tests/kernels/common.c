@@ -187,6 +187,35 @@ void kvt_paged_fini(struct kvt_paged *f)
 	memset(f, 0, sizeof(*f));
 }
 
+void kvt_paged_append(struct kvt_paged *f, const float *first, const float *second)
+{
+	struct kvk_append_args a = {.pages = f->pages,
+				    .batch = f->batch,
+				    .src_dtype = KVK_F32,
+				    .latent = first,
+				    .k = first,
+				    .rope = second,
+				    .v = second};
+
+	for (a.layer = 0; a.layer < f->pages.layout.nr_layers; a.layer++)
+		if (kvk_host_ops()->append(&a, NULL))
+			abort();
+}
+
+void kvt_paged_ask(struct kvt_paged *f, const u32 *q_lens, u32 nr)
+{
+	u32 most = 0;
+
+	f->q_start[0] = 0;
+	for (u32 r = 0; r < nr; r++) {
+		f->q_start[r + 1] = f->q_start[r] + q_lens[r];
+		most = KV_MAX(most, q_lens[r]);
+	}
+	f->batch.q_start = f->q_start;
+	f->batch.nr_tokens = f->q_start[nr];
+	f->batch.q_len_max = most;
+}
+
 struct kvk_norm_rope_append_args kvt_key_args(const struct kvk_pages *pages,
 					      const struct kvk_batch *batch, void *acts,
 					      const u32 *positions, u32 dtype)

@@ -71,6 +71,16 @@ void kvt_paged_batch(struct kvt_paged *f, struct kvt_rng *g, const u32 *lengths,
 void kvt_paged_fini(struct kvt_paged *f);
 
 /**
+ * kvt_paged_append() - the batch's tokens into its pages, the same in each layer, by the host's
+ * append
+ * @first, @second: f32, a token's values in a row: latent and rope, or K and V
+ */
+void kvt_paged_append(struct kvt_paged *f, const float *first, const float *second);
+
+/** kvt_paged_ask() - the same batch and pages, but only the last @q_lens tokens ask */
+void kvt_paged_ask(struct kvt_paged *f, const u32 *q_lens, u32 nr);
+
+/**
  * kvt_key_args() - norm_rope_append over MLA pages, one head of q
  * @acts: memory of the kernels: four arrays of 576 floats for each token; everything is in there
  * @positions: [batch->nr_tokens], below 16

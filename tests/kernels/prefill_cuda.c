@@ -176,7 +176,7 @@ static void check_chunks(const struct kv_layout *l)
 
 		done += chunks[i];
 		w.f.lengths[0] = done;
-		set_q_lens(&w, chunks + i, 1);
+		kvt_paged_ask(&w.f, chunks + i, 1);
 		w.dev.batch = upload_batch(&w);
 		w.dev.q = (u16 *)w.d[QUERY] + at / w.dim * w.dim_q;
 		run_device(&w);

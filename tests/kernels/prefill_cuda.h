@@ -90,7 +90,6 @@ static inline void fill_pages(struct world *w, const u32 *lengths, u32 nr)
 	const struct kv_layout *l = &w->f.pages.layout;
 	bool mla = l->kind == KV_LAYOUT_MLA;
 	u32 dims[2] = {mla ? l->latent_dim : l->nr_kv_heads * l->head_dim, 0};
-	struct kvk_append_args a = {.src_dtype = KVK_F32};
 	float *src[2];
 
 	dims[1] = mla ? l->rope_dim : dims[0];
@@ -103,12 +102,7 @@ static inline void fill_pages(struct world *w, const u32 *lengths, u32 nr)
 		if (w->spread && i == !mla)
 			spread_tokens(w, src[i], dims[i]);
 	}
-	a.pages = w->f.pages;
-	a.batch = w->f.batch;
-	a.latent = a.k = src[0];
-	a.rope = a.v = src[1];
-	for (a.layer = 0; a.layer < l->nr_layers; a.layer++)
-		KVT_EXPECT_EQ(w->ops->append(&a, NULL), 0);
+	kvt_paged_append(&w->f, src[0], src[1]);
 	free(src[0]);
 	free(src[1]);
 }
@@ -133,20 +127,6 @@ static inline void make_queries(struct world *w, u32 nr_tokens, u32 dq, u32 dv)
 	}
 	to_device(w, QUERY, w->q16, n * sizeof(u16));
 	to_device(w, OUT, NULL, w->nr_out * sizeof(u16));
-}
-
-static inline void set_q_lens(struct world *w, const u32 *q_lens, u32 nr)
-{
-	u32 most = 0;
-
-	w->f.q_start[0] = 0;
-	for (u32 r = 0; r < nr; r++) {
-		w->f.q_start[r + 1] = w->f.q_start[r] + q_lens[r];
-		most = KV_MAX(most, q_lens[r]);
-	}
-	w->f.batch.q_start = w->f.q_start;
-	w->f.batch.nr_tokens = w->f.q_start[nr];
-	w->f.batch.q_len_max = most;
 }
 
 static inline struct kvk_batch upload_batch(struct world *w)
@@ -229,7 +209,7 @@ static inline void world_init_spread(struct world *w, const struct kv_layout *l,
 		pages += (lengths[r] + 63) / 64;
 	kvt_paged_init(&w->f, &w->g, l, pages);
 	fill_pages(w, lengths, nr);
-	set_q_lens(w, q_lens, nr);
+	kvt_paged_ask(&w->f, q_lens, nr);
 	if (l->kind == KV_LAYOUT_MLA)
 		make_queries(w, w->f.batch.nr_tokens, l->latent_dim + l->rope_dim,
 			     l->latent_dim);
