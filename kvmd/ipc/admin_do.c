@@ -254,9 +254,7 @@ int kvd_admin_evict(struct kvd_admin_call *call)
 {
 	const cJSON *target = cJSON_GetObjectItemCaseSensitive(call->in, "target");
 	const cJSON *name = cJSON_GetObjectItemCaseSensitive(call->in, "name");
-	bool dry_run =
-		cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(call->in, "dry_run")) &&
-		!KV_MUTANT(dry_run_evicts);
+	bool dry_run = kvd_admin_dry_run(call) && !KV_MUTANT(dry_run_evicts);
 	const char *what = cJSON_IsString(target) ? target->valuestring : "";
 	struct kvd_pool *pool;
 	int r;

@@ -177,4 +177,6 @@ void kvd_filling_stop(struct kvd *kvd)
 	__atomic_store_n(&f->stop, true, __ATOMIC_RELAXED);
 	f->wanted = false;
 	worker_end(kvd);
+	while (f->nr_old) /* what is left of it the keeper has: for the next one */
+		close(f->old[--f->nr_old].fd);
 }
