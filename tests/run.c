@@ -4,11 +4,13 @@
  *
  * usage: run [-j N] TAP_DIR PROGRAM...	N programs at a time [1]
  *
- * Writes TAP_DIR/<name>.tap for each program, shows failing cases with their notes, and ends
- * with "N passed, N failed, N skipped". A program that dies or runs fewer cases than it planned
- * counts as a failure for each missing case.
+ * Writes TAP_DIR/<name>.tap for each program, shows failing cases with their notes when the
+ * program ends and again at the end of all (who reads a log reads its end; they are in
+ * TAP_DIR/failed too), and ends with "N passed, N failed, N skipped". A program that dies or runs
+ * fewer cases than it planned counts as a failure for each missing case.
  */
 #include <errno.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,6 +35,41 @@ static void tap_name(const char *prog, char *ret, size_t size)
 	for (; *ret; ret++)
 		if (*ret == '/')
 			*ret = '-';
+}
+
+/* Now, and once more at the end; a line of text each, with its notes before it. */
+static void say_failed(const char *dir, FILE *say, const char *fmt, ...)
+{
+	char path[512], text[24576];
+	va_list args;
+	FILE *kept;
+
+	va_start(args, fmt);
+	vsnprintf(text, sizeof(text), fmt, args);
+	va_end(args);
+	fputs(text, say);
+	snprintf(path, sizeof(path), "%s/failed", dir);
+	kept = fopen(path, "a");
+	if (!kept)
+		return;
+	fputs(text, kept);
+	fclose(kept);
+}
+
+/* What say_failed() kept. */
+static void show_failed(const char *dir)
+{
+	char path[512], line[4096];
+	FILE *kept;
+
+	snprintf(path, sizeof(path), "%s/failed", dir);
+	kept = fopen(path, "r");
+	if (!kept)
+		return;
+	printf("\nfailed (whole output: %s/*.tap):\n", dir);
+	while (fgets(line, sizeof(line), kept))
+		fputs(line, stdout);
+	fclose(kept);
 }
 
 static void run_one(const char *dir, const char *prog, struct totals *t, FILE *say)
@@ -67,7 +104,8 @@ static void run_one(const char *dir, const char *prog, struct totals *t, FILE *s
 			continue;
 		}
 		if (!strncmp(line, "not ok ", 7)) {
-			fprintf(say, "%.*s%s: %s", (int)nr_notes, notes, name, line);
+			say_failed(dir, say, "%.*s%s: %s", (int)nr_notes, notes, name,
+				   line);
 			t->failed++;
 			seen++;
 		} else if (!strncmp(line, "ok ", 3)) {
@@ -86,9 +124,9 @@ static void run_one(const char *dir, const char *prog, struct totals *t, FILE *s
 	if (planned < 0 || seen < planned || (status && t->failed == failed0)) {
 		int missing = planned > seen ? planned - seen : 1;
 
-		fprintf(say,
-			"%.*snot ok - %s: ended with status %d after %d of %d cases\n",
-			(int)nr_notes, notes, name, status, seen, planned);
+		say_failed(dir, say,
+			   "%.*snot ok - %s: ended with status %d after %d of %d cases\n",
+			   (int)nr_notes, notes, name, status, seen, planned);
 		t->failed += missing;
 	}
 	clock_gettime(CLOCK_MONOTONIC, &t1);
@@ -179,6 +217,7 @@ static void run_many(const char *dir, char **progs, int nr, int nr_jobs, struct 
 int main(int argc, char **argv)
 {
 	struct totals t = {0};
+	char failed[512];
 	int jobs = 1;
 
 	if (argc > 2 && !strcmp(argv[1], "-j")) {
@@ -192,11 +231,14 @@ int main(int argc, char **argv)
 		return 2;
 	}
 	mkdir(argv[1], 0755);
+	snprintf(failed, sizeof(failed), "%s/failed", argv[1]);
+	remove(failed);
 	if (jobs == 1)
 		for (int i = 2; i < argc; i++)
 			run_one(argv[1], argv[i], &t, stdout);
 	else
 		run_many(argv[1], argv + 2, argc - 2, jobs, &t);
+	show_failed(argv[1]);
 	printf("%d passed, %d failed, %d skipped\n", t.passed, t.failed, t.skipped);
 	return t.failed ? 1 : 0;
 }

@@ -359,19 +359,18 @@ KVT_TEST(late_jobs_are_given_back_at_their_deadline)
 	struct kvd_mover_copy c;
 	struct result r = {0};
 	struct kvd_mover_job job = {.nr = 1, .copies = &c, .done = done, .arg = &r};
-	u64 id, began_ns;
 	struct rig rig;
+	u64 id;
 
 	setenv("FAKE_CUDA_INIT_MS", "1000", 1);
 	use_gpu();
 	rig_open(&rig, true, NULL);
 	c = (struct kvd_mover_copy){&rig.extents[0], 0, 0, PAGE};
-	began_ns = kv_now_ns();
-	job.deadline_ns = began_ns + 50 * KV_NSEC_PER_MSEC;
+	job.deadline_ns = kv_now_ns() + 50 * KV_NSEC_PER_MSEC;
 	KVT_EXPECT_EQ(kvd_mover_submit(rig.m, &job, &id), 0);
 	wait_done(&rig, &r);
 	KVT_EXPECT_EQ(r.status, -ETIMEDOUT);
-	KVT_EXPECT(kv_now_ns() - began_ns < 500 * KV_NSEC_PER_MSEC);
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_STARTING); /* nobody waited for it */
 	KVT_EXPECT_EQ(copy_run(&rig, KVD_MOVER_OUT, 0, 1, 0), 0);
 	/* One that is late when the mover gets to it. */
 	kill(kvd_mover_pid(rig.m), SIGSTOP);

@@ -86,6 +86,24 @@ KVT_TEST(kvbench_spill_brings_the_bytes_back)
 	KVT_EXPECT_HAS(text, "--mib 64..65536");
 }
 
+/* dynamo (R3): a standby asks for pages while 90 % is being reclaimed. What it waits for is for
+ * kvbench to tell and for own/scenes r3_admission_beside_reclaim to bound, without a clock; here
+ * every request is answered, and pages trickle to it. */
+KVT_TEST(r3_small_requests_are_served_beside_reclaim)
+{
+	static char text[16384];
+
+	find_kvbench();
+	if (run("admission --samples 2000 --json", text, sizeof(text)))
+		KVT_FAIL("kvbench admission: %s", text);
+	KVT_EXPECT_EQ(number_after(text, "pages change hands", "evictions"), 0);
+	KVT_EXPECT(number_after(text, "pages are reclaimed", "evictions") >
+		   number_after(text, "schema", "hog_pages"));
+	KVT_EXPECT(number_after(text, "pages are reclaimed", "got") > 0);
+	KVT_EXPECT_EQ(run("admission --samples 1", text, sizeof(text)), 2);
+	KVT_EXPECT_HAS(text, "--samples 1: 100 to 1000000");
+}
+
 KVT_TEST(kvbench_names_what_it_does_not_know)
 {
 	static char text[8192];

@@ -132,14 +132,11 @@ KVT_TEST(growth_is_pending_while_the_driver_starts)
 	static const char *const args[] = {"--gpu", GPU_0, NULL};
 	struct kv_sqe sqe;
 	struct kv_cqe cqe;
-	u64 t0;
 
-	setenv("FAKE_CUDA_INIT_MS", "700", 1);
+	setenv("FAKE_CUDA_INIT_MS", "1500", 1);
 	start_cuda(args);
-	t0 = kv_now_ns();
-	raw_open(&raw, &kvmd); /* the pool is there at once */
-	KVT_EXPECT(kv_now_ns() - t0 < 400000000ull);
-	expect_status("GPU_STARTING", true);
+	raw_open(&raw, &kvmd);		     /* the pool is there at once: */
+	expect_status("GPU_STARTING", true); /* nobody waited for that */
 	sqe = raw_sqe(&raw, KV_OP_ALLOC);
 	sqe.nr = 1;
 	sqe.ret_bytes = sizeof(struct kv_grant);

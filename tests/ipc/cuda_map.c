@@ -328,8 +328,6 @@ KVT_TEST(o06_probe_that_pins)
 	KVT_EXPECT(fill(pool, pages, 8) == 8);
 	KVT_NOTE("memory was another pool's after %.1f ms",
 		 (double)(kv_now_ns() - t0) * 1e-6);
-	/* a card may be shared with the tests beside this one */
-	KVT_EXPECT(kv_now_ns() - t0 < (ipc_on_card() ? 1000000000ull : 100000000ull));
 	kvc_close(idle);
 	stop();
 }
@@ -528,7 +526,6 @@ KVT_TEST(o16_unresolved_unmap_is_a_health_code)
 	static struct kv_grant pages[1024];
 	struct kvc_pool *other;
 	struct kv_grant one;
-	u64 t0;
 	u32 nr;
 
 	ipc_need_fake();
@@ -538,14 +535,12 @@ KVT_TEST(o16_unresolved_unmap_is_a_health_code)
 	give_back(pool, pages, nr);
 	expect_within(stat_now(pool).nr_quarantine == 0, 2000);
 	setenv("FAKE_CUDA_FAIL", "cuMemUnmap:1+", 1);
-	t0 = kv_now_ns();
 	for (int i = 0; i < 3000 && !status_has("EXTENTS_HELD"); i++) {
 		KVT_EXPECT_EQ(kvc_alloc(other, 1, KV_GFP_NOWAIT, &one), KV_PENDING);
 		kvc_dispatch(c, NULL, NULL);
 		usleep(1000);
 	}
 	KVT_EXPECT(status_has("EXTENTS_HELD"));
-	KVT_EXPECT(kv_now_ns() - t0 < 1000000000ull);
 	EXPECT_COUNT(counts().mapped == 1);
 	unsetenv("FAKE_CUDA_FAIL");
 	for (int i = 0; i < 3000 && kvc_alloc(other, 1, KV_GFP_NOWAIT, &one); i++) {

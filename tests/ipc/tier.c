@@ -64,7 +64,7 @@ static void nvme_over_restart(int sig)
 	for (u32 seq = 1; seq <= 50; seq++)
 		fetch(seq);
 	KVT_EXPECT(counter("restores_nvme") >= SEQ_PAGES);
-	usleep(50000); /* the journal's last batch */
+	usleep(200000); /* the journal's last batch */
 	kvc_close(c);
 	end(sig);
 	again();

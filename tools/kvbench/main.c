@@ -49,6 +49,8 @@ static const struct {
 	{"replay", kvb_replay,
 	 "hit rates of an agent trace, one noisy tenant, nine quiet"},
 	{"scale", kvb_scale, "1 to 16 engines side by side: operations a second"},
+	{"admission", kvb_admission,
+	 "what a small request waits for while 90 % is being reclaimed"},
 	{"inject", kvb_inject, "faults against a real kvmd: are they caught?"},
 	{"mover", kvb_mover, "GB/s between extents and pinned host memory"},
 	{"tier", kvb_tier, "GB/s of pages to a disk and back, beside the disk's own"},

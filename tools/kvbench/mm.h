@@ -22,6 +22,14 @@ int kvb_mm(int argc, char **argv);
 int kvb_scale(int argc, char **argv);
 
 /**
+ * kvb_admission() - kvbench admission [--samples N] [--json]: a small request beside reclaim
+ *	of 90 % of the pool
+ *
+ * Exit code 0, 1 on failure, 2 usage.
+ */
+int kvb_admission(int argc, char **argv);
+
+/**
  * kvb_replay() - kvbench replay [--pages N] [--events N] [--noise PCT] [--seed N] [--json]:
  *	hit rates of an agent trace with a noisy neighbour (tests/bench/mm_replay.c)
  *

@@ -135,7 +135,7 @@ static void wanted_events_change(void)
 static void kick_does_not_block(void)
 {
 	int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	u64 full = 0xfffffffffffffffeull, v, t0;
+	u64 full = 0xfffffffffffffffeull, v;
 
 	kvd_loop_kick(loop, fd);
 	wait_ms(0);
@@ -143,15 +143,11 @@ static void kick_does_not_block(void)
 	KVT_EXPECT_EQ(v, 1);
 	KVT_EXPECT_EQ(write(fd, &full, sizeof(full)), sizeof(full));
 	fcntl(fd, F_SETFL, 0); /* blocking from now on */
-	t0 = kv_now_ns();
-	kvd_loop_kick(loop, fd);
+	kvd_loop_kick(loop, fd); /* one that blocks does so until the case's time is up */
 	wait_ms(0);
-	KVT_EXPECT_LE((double)(kv_now_ns() - t0), 1e8);
 	kvd_loop_drain(fd);
-	t0 = kv_now_ns();
 	kvd_loop_drain(fd); /* empty and blocking */
 	kvd_loop_drain(fd);
-	KVT_EXPECT_LE((double)(kv_now_ns() - t0), 1e8);
 	close(fd);
 }
 
