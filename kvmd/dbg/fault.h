@@ -34,6 +34,7 @@
 	X(tenant_alloc, 0)    \
 	X(tier_copy, 0)       \
 	X(tier_fill, 0)       \
+	X(tier_fill_stuck, 1) \
 	X(tier_journal, 0)    \
 	X(tier_read_eio, 0)   \
 	X(tier_read_short, 0) \

@@ -40,6 +40,8 @@ static void fill_run(struct kvd_work *w)
 
 	/* Engines and the loop come first; this thread does nothing else. */
 	setpriority(PRIO_PROCESS, (id_t)gettid(), FILL_NICE);
+	while (f->stuck && !__atomic_load_n(&f->stop, __ATOMIC_RELAXED))
+		usleep(1000);
 	for (u32 i = 0; i < f->nr_old; i++)
 		free_old(f, f->old[i].fd);
 	if (f->fill)
@@ -121,6 +123,7 @@ static void start(struct kvd *kvd)
 	}
 	f->kvd = kvd;
 	f->fill = f->wanted;
+	f->stuck = kvd_fault(KVD_FAULT_tier_fill_stuck);
 	f->work = (struct kvd_work){.run = fill_run, .done = fill_done};
 	f->watch = (struct kvd_watch){.fd = kvd_workers_fd(f->worker),
 				      .events = KVD_LOOP_IN,
@@ -174,7 +177,8 @@ void kvd_filling_stop(struct kvd *kvd)
 {
 	struct kvd_filling *f = &kvd->tiering.filling;
 
-	__atomic_store_n(&f->stop, true, __ATOMIC_RELAXED);
+	if (!KV_MUTANT(fill_not_told))
+		__atomic_store_n(&f->stop, true, __ATOMIC_RELAXED);
 	f->wanted = false;
 	worker_end(kvd);
 	while (f->nr_old) /* what is left of it the keeper has: for the next one */

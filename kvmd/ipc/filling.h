@@ -10,8 +10,8 @@
  *
  * To free it takes a third of that, and a process that was killed is not gone before its
  * memory is: nobody starts the next kvmd so long. So the keeper holds it as well, and the
- * next kvmd's thread frees it, piece by piece, so that it can be killed as well. Its bytes are never used again: a dead kvmd's disk may still
- * write there (decisions 47).
+ * next kvmd's thread frees it, piece by piece, so that it can be killed as well. Its bytes are
+ * never used again: a dead kvmd's disk may still write there (decisions 47).
  *
  * Thread rules: the loop thread only, but for the thread's own function.
  */
@@ -35,7 +35,8 @@ struct kvd;
  * struct kvd_filling - memory that is on its way
  * @wanted: the pool is not all there yet
  * @worker: NULL: nobody is at it
- * @work, @fill, @result: of the thread; @stop: it shall give up
+ * @work, @fill, @result: of the thread; @stop: it shall give up; @stuck: it does nothing else
+ *	(the fault tier_fill_stuck)
  * @old: [nr_old], memory of earlier kvmds, to be freed, and its names in the keeper
  * @next_ns: not before
  * @error: why the last try failed; "" there was none
@@ -51,6 +52,7 @@ struct kvd_filling {
 	bool fill;
 	int result;
 	bool stop;
+	bool stuck;
 	u64 next_ns;
 	char error[160];
 };

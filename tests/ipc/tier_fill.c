@@ -169,19 +169,21 @@ KVT_TEST(memory_of_a_killed_kvmd_is_freed_by_the_next)
 	finish();
 }
 
-/* Told to end while the thread is at it, or killed: nothing stays, nobody waits. */
-KVT_TEST(ends_while_the_tiers_memory_comes)
+/* Told to end while the thread is at it, or killed: nobody waits for memory that does not
+ * come, and nothing stays. */
+KVT_TEST_T(ends_while_the_tiers_memory_comes, 20)
 {
 	keeper = true;
-	begin("{\"dram\": {\"size\": \"2GiB\"}}");
-	restart("crash=0");
-	end(SIGKILL);
-	faults = "tier_fill";
-	again();
+	begin(LARGE);
+	restart("tier_fill_stuck");
+	KVT_EXPECT(tiers_are("filling"));
+	restart("tier_fill_stuck");
 	KVT_EXPECT(tiers_are("filling"));
 	kvc_close(c);
 	end(SIGTERM);
+	faults = "crash=0";
 	again();
+	KVT_EXPECT(tiers_are("ready"));
 	attach();
 	finish();
 }
