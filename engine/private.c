@@ -12,7 +12,6 @@
 #include <ftw.h>
 #include <poll.h>
 #include <signal.h>
-#include <spawn.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,14 +22,13 @@
 #include <unistd.h>
 
 #include "base/clock.h"
+#include "base/spawn.h"
 #include "base/util.h"
 
 #define READY_WAIT_MS	10000
 #define STOP_WAIT_MS	5000
 #define EXTRA_ARGS_MAX	15
 #define PARENT_DIRS_MAX 4
-
-extern char **environ;
 
 __attribute__((format(printf, 4, 5))) static int fail(int r, char *ret_error,
 						      size_t bytes, const char *fmt, ...)
@@ -108,8 +106,6 @@ static int spawn_kvmd(struct eng_private_kvmd *k, const char *path,
 {
 	const char *argv[9 + EXTRA_ARGS_MAX];
 	posix_spawn_file_actions_t actions;
-	posix_spawnattr_t attr;
-	sigset_t none;
 	char fd_text[16];
 	int n = 0, r;
 
@@ -128,10 +124,6 @@ static int spawn_kvmd(struct eng_private_kvmd *k, const char *path,
 		argv[n++] = extra[i];
 	}
 	argv[n] = NULL;
-	sigemptyset(&none);
-	posix_spawnattr_init(&attr);
-	posix_spawnattr_setsigmask(&attr, &none);
-	posix_spawnattr_setflags(&attr, POSIX_SPAWN_SETSIGMASK);
 	posix_spawn_file_actions_init(&actions);
 	posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
 	posix_spawn_file_actions_addopen(&actions, 1, k->log_path,
@@ -139,10 +131,9 @@ static int spawn_kvmd(struct eng_private_kvmd *k, const char *path,
 	posix_spawn_file_actions_adddup2(&actions, 1, 2);
 	/* dup2 onto itself clears close-on-exec, in the child only */
 	posix_spawn_file_actions_adddup2(&actions, ready_fd, ready_fd);
-	r = posix_spawn(&k->pid, path, &actions, &attr, (char *const *)argv, environ);
+	r = kv_spawn(path, &actions, (char *const *)argv, &k->pid);
 	posix_spawn_file_actions_destroy(&actions);
-	posix_spawnattr_destroy(&attr);
-	return -r;
+	return r;
 }
 
 /* One byte on the pipe: ready. End of file: the daemon is gone. */

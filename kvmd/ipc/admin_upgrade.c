@@ -9,7 +9,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
-#include <spawn.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -17,42 +16,29 @@
 
 #include "base/clock.h"
 #include "base/mutant.h"
+#include "base/spawn.h"
 #include "kvmd/ipc/admin_priv.h"
 
 #define RUN_MS_MAX 2000u /* a version takes some ms */
-
-extern char **environ;
 
 /* Return: the child's pid; -errno, nothing was started */
 static pid_t version_start(const char *program)
 {
 	char *argv[] = {(char *)(uintptr_t)program, "--version", NULL};
 	posix_spawn_file_actions_t actions;
-	posix_spawnattr_t attr;
-	sigset_t none;
 	pid_t pid = 0;
 	int r;
 
-	sigemptyset(&none);
-	r = posix_spawn_file_actions_init(&actions);
+	r = -posix_spawn_file_actions_init(&actions);
 	if (r)
-		return -r;
-	r = posix_spawnattr_init(&attr);
-	if (r)
-		goto destroy_actions;
-	r = posix_spawn_file_actions_addopen(&actions, 1, "/dev/null", O_WRONLY, 0);
+		return r;
+	r = -posix_spawn_file_actions_addopen(&actions, 1, "/dev/null", O_WRONLY, 0);
 	if (!r)
-		r = posix_spawn_file_actions_adddup2(&actions, 1, 2);
+		r = -posix_spawn_file_actions_adddup2(&actions, 1, 2);
 	if (!r)
-		r = posix_spawnattr_setflags(&attr, POSIX_SPAWN_SETSIGMASK);
-	if (!r)
-		r = posix_spawnattr_setsigmask(&attr, &none);
-	if (!r)
-		r = posix_spawn(&pid, program, &actions, &attr, argv, environ);
-	posix_spawnattr_destroy(&attr);
-destroy_actions:
+		r = kv_spawn(program, &actions, argv, &pid);
 	posix_spawn_file_actions_destroy(&actions);
-	return r ? -r : pid;
+	return r ? r : pid;
 }
 
 /* Return: 0; -ETIMEDOUT it was killed; -ENOEXEC it ended with another status */

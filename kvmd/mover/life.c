@@ -10,7 +10,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
-#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,6 +24,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "base/mutant.h"
+#include "base/spawn.h"
 #include "kvmd/backend/memfd.h"
 #include "kvmd/dbg/log.h"
 #include "kvmd/mover/mover_priv.h"
@@ -32,8 +32,6 @@
 #define BACKOFF_MIN_NS (100 * KV_NSEC_PER_MSEC)
 #define BACKOFF_MAX_NS (30 * KV_NSEC_PER_SEC)
 #define STOP_MS	       1000
-
-extern char **environ;
 
 enum { TAG_SOCK, TAG_CQ, TAG_PID };
 
@@ -74,31 +72,19 @@ static int spawn(struct kvd_mover *m, int sock)
 {
 	char *argv[5] = {"kvmd-mover", "--mover-process", "3", NULL, NULL};
 	posix_spawn_file_actions_t actions;
-	posix_spawnattr_t attr;
-	sigset_t none;
 	int r;
 
 	argv[3] = (char *)(uintptr_t)m->params.faults;
-	sigemptyset(&none);
-	r = posix_spawn_file_actions_init(&actions);
+	r = -posix_spawn_file_actions_init(&actions);
 	if (r)
-		return -r;
-	r = posix_spawnattr_init(&attr);
-	if (r)
-		goto destroy_actions;
-	r = posix_spawn_file_actions_adddup2(&actions, sock, 3);
+		return r;
+	r = -posix_spawn_file_actions_adddup2(&actions, sock, 3);
 	if (!r)
-		r = posix_spawnattr_setflags(&attr, POSIX_SPAWN_SETSIGMASK);
-	if (!r)
-		r = posix_spawnattr_setsigmask(&attr, &none);
-	if (!r)
-		r = posix_spawn(&m->pid, m->program, &actions, &attr, argv, environ);
-	posix_spawnattr_destroy(&attr);
-destroy_actions:
+		r = kv_spawn(m->program, &actions, argv, &m->pid);
 	posix_spawn_file_actions_destroy(&actions);
 	if (r)
 		m->pid = 0;
-	return -r;
+	return r;
 }
 
 static int make_channel(struct kvd_mover *m, int *ret_theirs)
