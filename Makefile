@@ -11,7 +11,8 @@
 #   make help          the rest
 #
 # Knobs: V=1 commands shown, O=DIR build directory, CC=clang, SAN=1 ASan + UBSan,
-#        DEBUG=1, MUTANTS=1 mutant build, CUDA=0 without nvcc, CUDA_ARCHS="90a 80"
+#        DEBUG=1, MUTANTS=1 mutant build, CUDA=0 without nvcc, CUDA_ARCHS="90a 80",
+#        LINEINFO=1 source lines in GPU code, for ncu and compute-sanitizer
 #
 # Non-recursive: each directory has a Kbuild that lists its objects in obj-y and
 # obj-$(CONFIG_CUDA).
@@ -65,7 +66,8 @@ CPPFLAGS := -D_GNU_SOURCE -I. -Iinclude $(if $(MUTANTS),-DKV_MUTANTS) \
 	$(if $(SAN),-DKV_SANITIZED) $(if $(FUZZ),-DKV_FUZZ) $(if $(COV),-include tests/cov.h)
 CFLAGS := -std=gnu11 $(OPT) -g -fPIC -fvisibility=hidden -pthread $(WARN) $(SANFLAGS)
 LDFLAGS := -pthread $(SANFLAGS) $(if $(COV),--coverage) $(if $(DEBUG)$(COV),-Wl$(,)--gc-sections) -Wl,-z,relro,-z,now
-NVFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-parameter \
+# Lines are four fifths of the kernels' size in a bundle, and change no instruction
+NVFLAGS := -std=c++17 -O3 $(if $(LINEINFO),-lineinfo) -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-parameter \
 	-Werror all-warnings --expt-relaxed-constexpr -I. -Iinclude -DCONFIG_CUDA \
 	$(if $(MUTANTS),-DKV_MUTANTS) \
 	$(foreach a,$(CUDA_ARCHS),-gencode=arch=compute_$(a)$(,)code=sm_$(a))
@@ -139,10 +141,11 @@ $(O)/kvbench: $(main-tools/kvbench) $(O)/libbench.a $(O)/libengine.a $(O)/libker
 	$(call link,$(LIB_ENG) $(LIB_KVD))
 
 # ---------------------------------------------------------------- compile
-# Objects are made anew when the compiler or a flag changes.
-$(O)/obj/flags: FORCE
-	$(Q)mkdir -p $(@D) && echo '$(CC) $(CPPFLAGS) $(CFLAGS) $(NVFLAGS)' | cmp -s - $@ || \
-		echo '$(CC) $(CPPFLAGS) $(CFLAGS) $(NVFLAGS)' >$@
+# Objects are made anew when their compiler or a flag of it changes.
+$(O)/obj/flags: made_with = $(CC) $(CPPFLAGS) $(CFLAGS)
+$(O)/obj/flags-cu: made_with = $(NVCC) $(NVFLAGS)
+$(O)/obj/flags $(O)/obj/flags-cu: FORCE
+	$(Q)mkdir -p $(@D) && echo '$(made_with)' | cmp -s - $@ || echo '$(made_with)' >$@
 .PHONY: FORCE
 FORCE:
 
@@ -158,7 +161,7 @@ $(O)/obj/%.o: %.c $(O)/obj/flags
 	$(Q)mkdir -p $(@D) && $(CC) $(CPPFLAGS) $(CFLAGS) $(cflags-$(patsubst %/,%,$(dir $<))) \
 		$(cflags-$<) -MMD -MP -c -o $@ $<
 
-$(O)/obj/%.cu.o: %.cu $(O)/obj/flags
+$(O)/obj/%.cu.o: %.cu $(O)/obj/flags-cu
 	$(call say,NVCC,$<)
 	$(Q)mkdir -p $(@D) && $(NVCC) $(NVFLAGS) $(nvflags-$<) -MMD -MP -MF $(@:.o=.d) -c -o $@ $<
 
