@@ -10,7 +10,7 @@ GPU_TESTS := $(patsubst %.c,$(O)/%,$(wildcard tests/kernels/cuda_*.c tests/kerne
 	tests/ipc/cuda_*.c) tests/e2e/cuda.c tests/e2e/device.c $(wildcard tests/e2e/cuda_*.c))
 
 ifeq ($(CONFIG_CUDA),y)
-# 1: 7.1 MB in 8 s; 6: about 1 MB less in 60 s. Programs that share kernels lie within the dictionary
+# 1: 4.5 MB in 5 s of a CPU; 6: 3.9 MB in 50 s. Programs that share kernels lie within the dictionary
 BUNDLE_XZ ?= 1
 GB := $(O)/bundle/kvmd-gpu
 # what the GPU tests start is there as well
@@ -80,7 +80,7 @@ $(O)/kvmd-gpu.tar.xz: $(GB_FILES) tests/bench/check.sh tests/bench/sanitize.sh t
 	$(Q)for t in $(GB_TESTS:$(O)/%=%); do mkdir -p $(GB)/$${t%/*} && ln -f $(GB)/tests/many $(GB)/$$t; done
 	$(Q)install -m 755 tests/bench/check.sh $(GB)/check
 	$(Q)install -m 755 tests/bench/sanitize.sh $(GB)/sanitize
-	$(Q)cp tests/bench/racecheck.known $(GB)/
+	$(Q)cp tests/bench/racecheck.known $(GB)/ && rm -f $(GB)/lineinfo $(if $(LINEINFO),&& touch $(GB)/lineinfo)
 	$(Q)printf '%s\n' $(patsubst $(O)/%,%,$(GPU_TESTS)) >$(GB)/gpu-tests
 	$(Q)rm -rf $(GB)/lib && mkdir -p $(GB)/lib $(GB)/tools && cp tools/demo tools/check-mutants $(GB)/tools/
 	$(Q)cp tests/mutants.txt $(GB)/tests/

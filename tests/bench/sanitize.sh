@@ -4,6 +4,9 @@
 #
 # usage: sanitize [TOOL...]     memcheck, racecheck, initcheck [all three]
 #
+# racecheck.known has names of inlined functions, which only a bundle of `make LINEINFO=1 bundle`
+# has in its kernels: in others racecheck is refused, and not among all.
+#
 # Each program in one process (-f) on memory of the very size (KVT_SANITIZER). A control shows
 # that errors are seen: what kernels write to is too small, and memcheck must say so. Prints a
 # line per tool and program; logs lie in sanitize.log/. Ends with "N clean, N with findings".
@@ -11,7 +14,15 @@ set -u
 cd "$(dirname "$0")" || exit 2
 command -v compute-sanitizer >/dev/null || { echo "sanitize: no compute-sanitizer" >&2; exit 2; }
 export REQUIRE_GPU=1
-[ $# -gt 0 ] || set -- memcheck racecheck initcheck
+if [ $# -eq 0 ]; then
+	set -- memcheck initcheck
+	[ ! -e lineinfo ] || set -- "$@" racecheck
+fi
+case " $* " in
+*" racecheck "*)
+	[ -e lineinfo ] || { echo "sanitize: racecheck needs make LINEINFO=1 bundle" >&2; exit 2; }
+	;;
+esac
 mkdir -p sanitize.log
 rm -f sanitize.log/*
 
