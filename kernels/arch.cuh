@@ -23,6 +23,15 @@
 #define GRID_ASM(...) asm volatile(__VA_ARGS__)
 #endif
 
+/* 2^x within two units of the last place; results below 2^-126 are 0. */
+static __device__ __forceinline__ float arch_exp2(float x)
+{
+	float e;
+
+	asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x));
+	return e;
+}
+
 /* Two e4m3 (low byte first) to f16x2. Exact. */
 static __device__ __forceinline__ uint32_t arch_e4m3_f16(uint32_t two)
 {

@@ -34,6 +34,7 @@
  * call ptx_grid_wait() (dev_grid_wait()) before it touches what that one reads or writes. */
 #define DEV_LAUNCH_EARLY(kernel, grid, block, stream, ...) \
 	dev_launch_early(kernel, grid, block, stream, __VA_ARGS__)
+#define DEV_SHARED(type, name)	    __shared__ type name
 #define DEV_DYNAMIC_SHARED(name)    extern __shared__ __align__(16) u8 name[]
 /* for swizzled boxes of tensor copies */
 #define DEV_DYNAMIC_SHARED_1K(name) extern __shared__ __align__(1024) u8 name[]

@@ -336,7 +336,7 @@ KVK_DEV u32 row_draw(struct sample_shared &sh, struct sample_row &row, float top
 __global__ void __launch_bounds__(SAMPLE_THREADS)
 	sample_kernel(const __grid_constant__ struct sample_params p)
 {
-	__shared__ struct sample_shared sh;
+	DEV_SHARED(struct sample_shared, sh);
 	const u32 r = blockIdx.x;
 	struct sample_row row = {};
 	double sum;

@@ -6,6 +6,7 @@
 #ifndef KVK_SAMPLE_CUH
 #define KVK_SAMPLE_CUH
 
+#include "kernels/arch.cuh"
 #include "kernels/dev.cuh"
 
 #define SAMPLE_NO_NAN 0x01u
@@ -39,10 +40,7 @@ KVK_DEV float sample_scale(float temperature)
 /* A logit's mass in units of 2^-mass_bits of the largest one's; @unit: 2^mass_bits. */
 KVK_DEV u64 sample_mass(float logit, float max, float scale, float unit)
 {
-	float e;
-
-	asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"((logit - max) * scale));
-	return (u64)(e * unit);
+	return (u64)(arch_exp2((logit - max) * scale) * unit);
 }
 
 /* The larger logit, and of equal ones the smaller id. */

@@ -245,7 +245,7 @@ KVK_DEV bool wide_narrow_list(struct wide_shared<W> &sh, const struct wide_row &
 	if (most > WIDE_LIST || all > W * 32)
 		return false;
 	if (rank < WIDE_CTAS) {
-		key = wide_get32(&sh.part.list[at], rank);
+		key = tile_cluster_get32(&sh.part.list[at], rank);
 		mass = wide_mass(row, sample_logit(key));
 	}
 #pragma unroll 1

@@ -85,9 +85,9 @@ KVK_DEV void wide_all_best(struct wide_shared<W> &sh, struct wide_row &row,
 	if (threadIdx.x == 0)
 		sh.part.best = *b;
 	tile_cluster_sync();
-	b->id = c < row.ctas ? wide_get32(&sh.part.best.id, c) : ~0u;
-	row.max =
-		c < row.ctas ? kvk_bits_f32(wide_get32(&sh.part.best.top, c)) : -INFINITY;
+	b->id = c < row.ctas ? tile_cluster_get32(&sh.part.best.id, c) : ~0u;
+	row.max = c < row.ctas ? kvk_bits_f32(tile_cluster_get32(&sh.part.best.top, c))
+			       : -INFINITY;
 	b->bad = __ballot_sync(~0u, wide_get_all32(&sh.part.best.bad, row.ctas));
 	wide_warp_best(row.max, b->id);
 	b->id = b->id < row.vocab ? b->id : 0;
@@ -118,7 +118,7 @@ KVK_DEV double wide_exp_sum(struct wide_shared<W> &sh, const struct wide_row &ro
 	}
 	tile_cluster_sync();
 	for (u32 c = 0; c < row.ctas; c++)
-		all += (double)kvk_bits_f32(wide_get32(&sh.part.sum, c));
+		all += (double)kvk_bits_f32(tile_cluster_get32(&sh.part.sum, c));
 	return all;
 }
 
@@ -153,8 +153,10 @@ KVK_DEV void wide_find(struct wide_shared<W> &sh, const struct wide_row &row,
 	if (t < WIDE_RUNS) {
 		const bool there = t / W < row.ctas;
 
-		sh.all_mass[t] = there ? wide_get64(&sh.part.warp_mass[t % W], t / W) : 0;
-		sh.all_cut[t] = there ? wide_get32(&sh.part.warp_cut[t % W], t / W) : 0;
+		sh.all_mass[t] =
+			there ? tile_cluster_get64(&sh.part.warp_mass[t % W], t / W) : 0;
+		sh.all_cut[t] =
+			there ? tile_cluster_get32(&sh.part.warp_cut[t % W], t / W) : 0;
 	}
 	__syncthreads();
 	if (t < 32) {
@@ -271,7 +273,7 @@ KVK_DEV u32 wide_walk(struct wide_shared<W> &sh, const struct wide_row &row,
 	return sh.chosen;
 }
 
-/* Finds cut and draw. Return: the id, in the CTA that has it; ~0u. Behind wide_arrive(). */
+/* Finds cut and draw. Return: the id, in the CTA that has it; ~0u. Behind tile_cluster_arrive(). */
 template <u32 W>
 KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, struct wide_row &row, float top_p,
 		      u64 seed, const float *slice)
@@ -312,7 +314,7 @@ KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, struct wide_row &row, float top
 	}
 	tile_cluster_sync();
 	wide_find(sh, row, cut, total, one, seed);
-	wide_arrive();
+	tile_cluster_arrive();
 	if (sh.place.run / W != rank)
 		return ~0u;
 	return wide_walk(sh, row, sh.place, slice + sh.place.run % W * run,
@@ -344,7 +346,7 @@ KVK_DEV float wide_cta_sum(struct wide_shared<W> &sh, const struct wide_row &row
 
 /*
  * The largest logit's id, in one exchange: each CTA puts what it found into the first one's shared
- * memory and leaves. Behind wide_arrive() of all threads.
+ * memory and leaves. Behind tile_cluster_arrive() of all threads.
  */
 template <u32 W>
 KVK_DEV void wide_greedy(const struct wide_params &p, struct wide_shared<W> &sh,
@@ -357,13 +359,15 @@ KVK_DEV void wide_greedy(const struct wide_params &p, struct wide_shared<W> &sh,
 	b.sum = 0;
 	if (a.ret_logprob && b.top > -INFINITY)
 		b.sum = wide_cta_sum(sh, row, b.top);
-	wide_wait(); /* the first CTA has begun */
+	tile_cluster_wait(); /* the first CTA has begun */
 	if (threadIdx.x == 0)
-		wide_put_best(&sh.best[rank], 0, b);
-	wide_arrive();
+		tile_cluster_put(&sh.best[rank], 0,
+				 make_uint4(kvk_f32_bits(b.top), b.id, b.bad,
+					    kvk_f32_bits(b.sum)));
+	tile_cluster_arrive();
 	if (rank)
 		return;
-	wide_wait();
+	tile_cluster_wait();
 	if (threadIdx.x >= 32)
 		return;
 	b.top = lane < p.ctas ? sh.best[lane].top : -INFINITY;
@@ -390,7 +394,7 @@ template <u32 W>
 __global__ void __launch_bounds__(W * 32, 32 / W)
 	sample_wide_kernel(const __grid_constant__ struct wide_params p)
 {
-	extern __shared__ __align__(16) u8 wide_smem[];
+	DEV_DYNAMIC_SHARED(wide_smem);
 	struct wide_shared<W> &sh = *(struct wide_shared<W> *)wide_smem;
 	float *slice = (float *)(wide_smem + sizeof(struct wide_shared<W>));
 	const struct kvk_sample_args &a = p.s.a;
@@ -403,7 +407,7 @@ __global__ void __launch_bounds__(W * 32, 32 / W)
 	double sum;
 	u32 id;
 
-	wide_arrive();
+	tile_cluster_arrive();
 	ptx_grid_launch();
 	ptx_grid_wait();
 	row.vocab = a.vocab;
@@ -418,7 +422,7 @@ __global__ void __launch_bounds__(W * 32, 32 / W)
 		wide_greedy(p, sh, row, best);
 		return;
 	}
-	wide_wait();
+	tile_cluster_wait();
 	wide_all_best(sh, row, &best);
 	row.unit = (float)(1ull << p.s.mass_bits);
 	row.scale = sample_scale(row.temperature);
@@ -434,12 +438,12 @@ __global__ void __launch_bounds__(W * 32, 32 / W)
 		id = wide_draw(sh, row, top_p, a.seeds[r], slice);
 		mine_to_tell = id != ~0u;
 	} else {
-		wide_arrive();
+		tile_cluster_arrive();
 	}
 	if (a.ret_logprob) {
-		wide_wait(); /* sh.w32 and the words before have been read */
+		tile_cluster_wait(); /* sh.w32 and the words before have been read */
 		sum = wide_exp_sum(sh, row);
-		wide_arrive();
+		tile_cluster_arrive();
 	}
 	if (threadIdx.x == 0 && mine_to_tell) {
 		a.ret_ids[r] = id;
@@ -450,7 +454,7 @@ __global__ void __launch_bounds__(W * 32, 32 / W)
 								    id] -
 						   (double)row.max - log(sum));
 	}
-	wide_wait(); /* nobody leaves while its memory is read */
+	tile_cluster_wait(); /* nobody leaves while its memory is read */
 }
 
 template <u32 W> static int wide_launch(const struct wide_params &p, kvk_stream stream)

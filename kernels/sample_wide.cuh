@@ -111,71 +111,19 @@ struct wide_cut {
 
 /* ------------------------------------------------------------------------- other CTAs' words */
 
-KVK_DEV u32 wide_peer(const void *p, u32 rank)
-{
-	u32 at = 0;
-
-	SM90_ASM("mapa.shared::cluster.u32 %0, %1, %2;"
-		 : "=r"(at)
-		 : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank));
-	return at;
-}
-
-KVK_DEV u32 wide_get32(const void *p, u32 rank)
-{
-	u32 v = 0;
-
-	SM90_ASM("ld.shared::cluster.u32 %0, [%1];"
-		 : "=r"(v)
-		 : "r"(wide_peer(p, rank))
-		 : "memory");
-	return v;
-}
-
-KVK_DEV u64 wide_get64(const void *p, u32 rank)
-{
-	u64 v = 0;
-
-	SM90_ASM("ld.shared::cluster.u64 %0, [%1];"
-		 : "=l"(v)
-		 : "r"(wide_peer(p, rank))
-		 : "memory");
-	return v;
-}
-
-KVK_DEV void wide_put_best(const struct wide_best *to, u32 rank,
-			   const struct wide_best &b)
-{
-	SM90_ASM("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(
-			 wide_peer(to, rank)),
-		 "r"(kvk_f32_bits(b.top)), "r"(b.id), "r"(b.bad), "r"(kvk_f32_bits(b.sum))
-		 : "memory");
-}
-
-/* The halves of tile_cluster_sync(). */
-KVK_DEV void wide_arrive(void)
-{
-	SM90_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-KVK_DEV void wide_wait(void)
-{
-	SM90_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 /* Every CTA's word in lanes 0 to 7, and in each eight behind; 0 where there is no CTA. */
 KVK_DEV u32 wide_get_all32(const u32 *p, u32 ctas)
 {
 	const u32 c = threadIdx.x % WIDE_CTAS;
 
-	return c < ctas ? wide_get32(p, c) : 0;
+	return c < ctas ? tile_cluster_get32(p, c) : 0;
 }
 
 /* Sum over the CTAs, by all lanes of a warp. */
 KVK_DEV u64 wide_all_sum64(const u64 *p, u32 ctas)
 {
 	const u32 c = threadIdx.x % WIDE_CTAS;
-	u64 v = c < ctas ? wide_get64(p, c) : 0;
+	u64 v = c < ctas ? tile_cluster_get64(p, c) : 0;
 
 #pragma unroll
 	for (int o = WIDE_CTAS / 2; o; o >>= 1)
@@ -190,7 +138,7 @@ KVK_DEV u64 wide_sum64(const u64 *p, u32 ctas)
 
 #pragma unroll
 	for (u32 c = 0; c < WIDE_CTAS; c++)
-		v[c] = c < ctas ? wide_get64(p, c) : 0;
+		v[c] = c < ctas ? tile_cluster_get64(p, c) : 0;
 #pragma unroll
 	for (u32 c = 0; c < WIDE_CTAS; c++)
 		sum += v[c];
@@ -203,7 +151,7 @@ KVK_DEV u32 wide_sum32(const u32 *p, u32 ctas)
 
 #pragma unroll
 	for (u32 c = 0; c < WIDE_CTAS; c++)
-		v[c] = c < ctas ? wide_get32(p, c) : 0;
+		v[c] = c < ctas ? tile_cluster_get32(p, c) : 0;
 #pragma unroll
 	for (u32 c = 0; c < WIDE_CTAS; c++)
 		sum += v[c];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * tile_ptx.cuh - the machine instructions of linear_tiled.cu, linear_mid.cu, linear_fp8.cu
- * and linear_few.cu: asynchronous copies and matrix products, sm_80 on; clusters.
+ * tile_ptx.cuh - the machine instructions of linear_tiled.cu, linear_mid.cu, linear_fp8.cu,
+ * linear_few.cu and sample_wide.cu: asynchronous copies and matrix products, sm_80 on; clusters.
  */
 #ifndef KVK_TILE_PTX_CUH
 #define KVK_TILE_PTX_CUH
@@ -86,6 +86,58 @@ KVK_DEV void tile_cluster_leave(void)
 	SM90_ASM("barrier.cluster.arrive.relaxed.aligned;\n"
 		 "barrier.cluster.wait.aligned;" ::
 			 : "memory");
+}
+
+/* The halves of tile_cluster_sync(). */
+KVK_DEV void tile_cluster_arrive(void)
+{
+	SM90_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+KVK_DEV void tile_cluster_wait(void)
+{
+	SM90_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/* What is at this CTA's shared address @p in CTA @rank of the cluster. */
+KVK_DEV u32 tile_cluster_peer(const void *p, u32 rank)
+{
+	u32 at = 0;
+
+	SM90_ASM("mapa.shared::cluster.u32 %0, %1, %2;"
+		 : "=r"(at)
+		 : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank));
+	return at;
+}
+
+KVK_DEV u32 tile_cluster_get32(const void *p, u32 rank)
+{
+	u32 v = 0;
+
+	SM90_ASM("ld.shared::cluster.u32 %0, [%1];"
+		 : "=r"(v)
+		 : "r"(tile_cluster_peer(p, rank))
+		 : "memory");
+	return v;
+}
+
+KVK_DEV u64 tile_cluster_get64(const void *p, u32 rank)
+{
+	u64 v = 0;
+
+	SM90_ASM("ld.shared::cluster.u64 %0, [%1];"
+		 : "=l"(v)
+		 : "r"(tile_cluster_peer(p, rank))
+		 : "memory");
+	return v;
+}
+
+KVK_DEV void tile_cluster_put(const void *to, u32 rank, uint4 v)
+{
+	SM90_ASM("st.shared::cluster.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(
+			 tile_cluster_peer(to, rank)),
+		 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+		 : "memory");
 }
 
 /* Four floats of CTA @rank of the cluster, at this CTA's shared address @p. */

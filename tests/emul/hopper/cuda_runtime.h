@@ -94,6 +94,8 @@ void hopper_warp_barrier(void);
 uint64_t *hopper_lanes(void); /* the warp's exchange: 16 words a lane */
 uint8_t *hopper_shared(void); /* the block's shared memory, address 0 */
 void hopper_cluster_barrier(void);
+void hopper_cluster_arrive(void);
+void hopper_cluster_wait(void);
 uint8_t *hopper_cluster_shared(uint32_t rank); /* of another block of the cluster */
 void *hopper_static(size_t bytes);
 
@@ -110,8 +112,11 @@ template <class T> static inline T &hopper_static_as(void)
 		(void)(stream);                                                 \
 		hopper_launch((grid), (threads), [=] { kernel(__VA_ARGS__); }); \
 	} while (0)
+#define DEV_SHARED(type, name)	    MOE_SHARED(type, name)
 #define DEV_DYNAMIC_SHARED(name)    uint8_t *const name = hopper_shared() + 1024
 #define DEV_DYNAMIC_SHARED_1K(name) DEV_DYNAMIC_SHARED(name)
+#define DEV_LAUNCH(kernel, grid, block, stream, args) \
+	DEV_LAUNCH_SHARED(kernel, grid, block, 0, stream, args)
 #define DEV_LAUNCH_SHARED(kernel, grid, block, bytes, stream, args)         \
 	do {                                                                \
 		auto args_ = args;                                          \
@@ -206,6 +211,32 @@ static inline unsigned __reduce_min_sync(unsigned, unsigned value)
 	return ~__reduce_max_sync(~0u, ~value);
 }
 
+static inline int __syncthreads_or(int v)
+{
+	unsigned &any = hopper_static_as<unsigned>();
+
+	any = 0;
+	__syncthreads();
+	any |= v != 0;
+	__syncthreads();
+	return any != 0;
+}
+
+static inline int __ffs(int v)
+{
+	return __builtin_ffs(v);
+}
+
+static inline int __ffsll(long long v)
+{
+	return __builtin_ffsll(v);
+}
+
+static inline int __clz(int v)
+{
+	return v ? __builtin_clz((unsigned)v) : 32;
+}
+
 static inline int __popc(unsigned v)
 {
 	return __builtin_popcount(v);
@@ -219,6 +250,20 @@ static inline int __popcll(unsigned long long v)
 static inline unsigned __umulhi(unsigned a, unsigned b)
 {
 	return (unsigned)((uint64_t)a * b >> 32);
+}
+
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
+{
+	return (unsigned long long)((unsigned __int128)a * b >> 64);
+}
+
+/* Towards zero, of numbers of one sign: what long double lacks of the sum is below a float. */
+static inline float __fadd_rz(float a, float b)
+{
+	const long double sum = (long double)a + b;
+	const float r = (float)sum;
+
+	return fabsl((long double)r) > fabsl(sum) ? nextafterf(r, 0.0f) : r;
 }
 
 template <class T> static inline T __ldcg(const T *p)
@@ -254,6 +299,14 @@ template <class T> static inline T atomicMax(T *p, T value)
 	T old = *p;
 
 	*p = max(old, value);
+	return old;
+}
+
+template <class T> static inline T atomicMin(T *p, T value)
+{
+	T old = *p;
+
+	*p = min(old, value);
 	return old;
 }
 
@@ -298,7 +351,7 @@ static inline float __fdiv_rn(float a, float b)
 
 typedef struct hopper_stream *cudaStream_t;
 typedef enum cudaError { cudaSuccess = 0 } cudaError_t;
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaLaunchAttributeID {
 	cudaLaunchAttributeProgrammaticStreamSerialization,
@@ -356,9 +409,11 @@ static inline cudaError_t cudaGetDevice(int *ret_device)
 	return cudaSuccess;
 }
 
-static inline cudaError_t cudaDeviceGetAttribute(int *ret_value, cudaDeviceAttr, int)
+extern int hopper_major; /* compute capability: 9, or what a test makes it */
+
+static inline cudaError_t cudaDeviceGetAttribute(int *ret_value, cudaDeviceAttr attr, int)
 {
-	*ret_value = HOPPER_SMS;
+	*ret_value = attr == cudaDevAttrMultiProcessorCount ? HOPPER_SMS : hopper_major;
 	return cudaSuccess;
 }
 

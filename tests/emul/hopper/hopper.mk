@@ -1,10 +1,11 @@
 # Kernels written for Hopper on the CPU (machine.cc): moe.c runs the experts and linear for
-# few tokens without a GPU, nvcc or the toolkit. Included by ../emul.mk; x86-64 only.
+# few tokens, sample.c the samplers, without a GPU, nvcc or the toolkit. Included by ../emul.mk; x86-64 only.
 HOPPER_KERNELS := moe_int4 moe_int4_step moe_int4_g32 moe_int4_g64 moe_int4_g128 moe_plan moe_plain \
 	moe_fp8_chunk moe_int4_wide moe_int4_wide_g32 moe_int4_wide_g64 moe_int4_wide_g128 moe_fp8_wide \
 	linear_few linear_mid linear_fp8 linear_tiled
-HOPPER_BIN := $(O)/tests/emul/hopper/moe
-HOPPER_OBJS := $(patsubst %,$(O)/obj/tests/emul/hopper/%.o,moe machine $(HOPPER_KERNELS:%=kernels/%))
+HOPPER_SAMPLERS := sample sample_wide
+HOPPER_BINS := $(addprefix $(O)/tests/emul/hopper/,moe sample)
+hopper_objs = $(patsubst %,$(O)/obj/tests/emul/hopper/%.o,machine $(1:%=kernels/%))
 HOPPER_FLAGS := -Itests/emul/hopper -DCONFIG_CUDA
 HOPPER_CXXFLAGS := $(EMUL_CXXFLAGS) -Wno-unused-parameter -Wno-sign-compare \
 	-Wno-unused-local-typedefs -Wno-pass-failed -Wno-psabi -include tests/emul/hopper/ptx.h
@@ -18,13 +19,16 @@ $(O)/obj/tests/emul/hopper/kernels/%.o: kernels/%.cu $(O)/obj/flags
 	$(Q)mkdir -p $(@D) && $(CXX) -x c++ $(HOPPER_FLAGS) $(CPPFLAGS) $(HOPPER_CXXFLAGS) \
 		-MMD -MP -c -o $@ $<
 
-$(O)/obj/tests/emul/hopper/moe.o: tests/emul/hopper/moe.c $(O)/obj/flags
+$(O)/obj/tests/emul/hopper/%.o: tests/emul/hopper/%.c $(O)/obj/flags
 	$(call say,CC,$<)
 	$(Q)mkdir -p $(@D) && $(CC) $(HOPPER_FLAGS) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
 
-$(HOPPER_BIN): $(HOPPER_OBJS) $(O)/obj/tests/kernels/common.o $(O)/libkernels.a
+$(O)/tests/emul/hopper/moe: $(call hopper_objs,$(HOPPER_KERNELS))
+$(O)/tests/emul/hopper/sample: $(call hopper_objs,$(HOPPER_SAMPLERS))
+$(HOPPER_BINS): $(O)/tests/emul/hopper/%: $(O)/obj/tests/emul/hopper/%.o $(O)/obj/tests/kernels/common.o \
+		$(O)/libkernels.a
 	$(call say,LD,$@)
-	$(Q)mkdir -p $(@D) && $(CXX) $(LDFLAGS) -o $@ $^ -fopenmp -lm
+	$(Q)mkdir -p $(@D) && $(CXX) $(LDFLAGS) -o $@ $(filter %.o,$^) $(filter %.a,$^) -fopenmp -lm
 
-TEST_BINS += $(HOPPER_BIN)
-tests: $(HOPPER_BIN)
+TEST_BINS += $(HOPPER_BINS)
+tests: $(HOPPER_BINS)

@@ -65,6 +65,7 @@ struct block {
 	uint8_t *shared;
 	struct barrier barriers[NR_BARRIERS];
 	std::vector<struct warp> warps;
+	uint32_t nr_live; /* threads that have not ended */
 };
 
 struct fiber {
@@ -72,6 +73,7 @@ struct fiber {
 	struct block *block;
 	uint32_t thread;
 	size_t static_bytes;
+	uint64_t cluster_opened; /* when it arrived at the cluster's barrier */
 	bool ended;
 };
 
@@ -126,6 +128,13 @@ extern "C" void hopper_seed(uint64_t seed)
 	random_state = seed;
 }
 
+int hopper_major = 9;
+
+extern "C" void hopper_is(int major)
+{
+	hopper_major = major;
+}
+
 void hopper_fault(const char *what)
 {
 	fprintf(stderr, "block %u thread %u: %s does not hold\n", blockIdx.x, threadIdx.x,
@@ -140,6 +149,7 @@ static void fiber_main(void)
 {
 	(*body)();
 	running->ended = true;
+	running->block->nr_live--;
 	nr_events++;
 	for (;;)
 		hopper_switch(&running->sp, scheduler_sp);
@@ -207,9 +217,22 @@ void hopper_cluster_barrier(void)
 	barrier_wait(&cluster_all, nr_together * blockDim.x);
 }
 
+void hopper_cluster_arrive(void)
+{
+	running->cluster_opened = cluster_all.opened;
+	barrier_enter(&cluster_all, nr_together * blockDim.x);
+}
+
+void hopper_cluster_wait(void)
+{
+	while (cluster_all.opened == running->cluster_opened)
+		hopper_yield();
+}
+
 uint8_t *hopper_cluster_shared(uint32_t rank)
 {
-	HOPPER_CHECK(rank < nr_together);
+	/* a CTA's memory goes with it */
+	HOPPER_CHECK(rank < nr_together && together[rank].nr_live);
 	return together[rank].shared;
 }
 
@@ -457,7 +480,7 @@ static void fiber_make(struct fiber *f, struct block *b, uint32_t thread, uint8_
 	*--sp = (uint64_t)fiber_main;
 	for (int i = 0; i < 6; i++)
 		*--sp = 0;
-	*f = {sp, b, thread, 0, false};
+	*f = {sp, b, thread, 0, 0, false};
 }
 
 static void fibers_run(std::vector<struct fiber> &fibers)
@@ -508,6 +531,7 @@ static void blocks_run(dim3 grid, uint32_t first, uint32_t nr, uint32_t nr_threa
 		b->index = {n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y};
 		b->shared = (uint8_t *)aligned_alloc(4096, SHARED_BYTES);
 		memset(b->shared, 0xff, SHARED_BYTES);
+		b->nr_live = nr_threads;
 		b->warps.resize((nr_threads + WARP - 1) / WARP);
 		for (uint32_t t = 0; t < nr_threads; t++) {
 			const size_t at = (size_t)i * nr_threads + t;

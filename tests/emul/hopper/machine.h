@@ -12,6 +12,9 @@ extern "C" {
 /** hopper_seed() - from now on another order of threads and copies */
 void hopper_seed(uint64_t seed);
 
+/** hopper_is() - from now on the device is of this compute capability; 9 at first */
+void hopper_is(int major);
+
 #ifdef __cplusplus
 }
 #endif

@@ -27,6 +27,13 @@
 #define HOPPER_CHECK(what) ((what) ? (void)0 : hopper_fault(#what))
 void hopper_fault(const char *what); /* a device would not have done it */
 
+static inline float arch_exp2(float x)
+{
+	const float e = exp2f(x);
+
+	return e < 0x1p-126f ? 0.0f : e;
+}
+
 static inline uint32_t arch_e4m3_f16(uint32_t two)
 {
 	return kvk_f32_to_f16(kvk_e4m3_decode((uint8_t)two)) |
@@ -225,6 +232,31 @@ static inline void tile_cluster_sync(void)
 static inline void tile_cluster_leave(void)
 {
 	hopper_cluster_barrier();
+}
+
+static inline void tile_cluster_arrive(void)
+{
+	hopper_cluster_arrive();
+}
+
+static inline void tile_cluster_wait(void)
+{
+	hopper_cluster_wait();
+}
+
+static inline uint32_t tile_cluster_get32(const void *p, uint32_t rank)
+{
+	return *(const uint32_t *)(hopper_cluster_shared(rank) + ptx_smem(p));
+}
+
+static inline uint64_t tile_cluster_get64(const void *p, uint32_t rank)
+{
+	return *(const uint64_t *)(hopper_cluster_shared(rank) + ptx_smem(p));
+}
+
+static inline void tile_cluster_put(const void *to, uint32_t rank, uint4 v)
+{
+	memcpy(hopper_cluster_shared(rank) + ptx_smem(to), &v, sizeof(v));
 }
 
 static inline float4 tile_cluster_get(const float4 *p, uint32_t rank)
