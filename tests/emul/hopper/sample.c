@@ -153,6 +153,21 @@ KVT_TEST(hopper_sample_rows_of_a_whole_vocabulary)
 	KVT_EXPECT_LE(differ, 1);
 }
 
+/* So many rows that each has a pair of CTAs, which do not have room for all of it. */
+KVT_TEST(hopper_sample_many_long_rows)
+{
+	const u32 nr = 28, vocab = 115004;
+	struct kvt_rng g = {kvt_rand64()};
+	struct rows r = rows_make(&g, nr, vocab);
+
+	for (u32 i = 0; i < nr; i++) {
+		logits_fill(&g, i % NR_LOGITS, r.logits + (size_t)i * vocab, vocab);
+		r.top_p[i] = i % 3 ? top_ps[i % KV_ARRAY_SIZE(top_ps)] : 0.9f;
+	}
+	KVT_EXPECT_LE(rows_check(&r), 2);
+	rows_fini(&r);
+}
+
 /* No number, nothing finite, the infinite one: an id of the row, and which one. */
 KVT_TEST(hopper_sample_rows_without_a_number)
 {
