@@ -530,7 +530,8 @@ static void blocks_run(dim3 grid, uint32_t first, uint32_t nr, uint32_t nr_threa
 
 		b->index = {n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y};
 		b->shared = (uint8_t *)aligned_alloc(4096, SHARED_BYTES);
-		memset(b->shared, 0xff, SHARED_BYTES);
+		/* NaN, or numbers that are large and finite */
+		memset(b->shared, random_next() % 2 ? 0xff : 0x4b, SHARED_BYTES);
 		b->nr_live = nr_threads;
 		b->warps.resize((nr_threads + WARP - 1) / WARP);
 		for (uint32_t t = 0; t < nr_threads; t++) {

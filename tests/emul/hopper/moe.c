@@ -228,12 +228,19 @@ KVT_TEST(hopper_int4_few_rows)
 		   counts, 3);
 }
 
-/* A row tile per warp, h in f16 with a scale per 128 columns. */
+/* A row tile per warp, h in f16 with a scale per 128 columns; tiles of one token, of up to two,
+ * up to four and more share a brick's columns in other ways, in groups of each size. */
 KVT_TEST(hopper_int4_many_rows)
 {
 	static const u32 counts[] = {3, 5};
 
 	moe_tokens((struct moe_case){KVK_INT4, 256, 1024, 128, KVK_F16, 6, 2, 0, false,
+				     false},
+		   counts, 2);
+	moe_tokens((struct moe_case){KVK_INT4, 256, 1024, 64, KVK_BF16, 8, 2, 0, false,
+				     false},
+		   counts, 2);
+	moe_tokens((struct moe_case){KVK_INT4, 128, 1024, 32, KVK_BF16, 6, 2, 0, false,
 				     false},
 		   counts, 2);
 }
