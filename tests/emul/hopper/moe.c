@@ -255,12 +255,16 @@ KVT_TEST(hopper_int4_plan)
 		   counts, 1);
 }
 
-/* Sums of the early row blocks among the last products. */
+/* Sums of the early row blocks among the last products: two warps a row tile, then one; tiles of
+ * eight and of less. */
 KVT_TEST(hopper_int4_early_sums)
 {
 	static const u32 counts[] = {64};
 
-	moe_tokens((struct moe_case){KVK_INT4, 1152, 128, 32, KVK_BF16, 9, 4, 0, true,
+	moe_tokens((struct moe_case){KVK_INT4, 1152, 128, 32, KVK_BF16, 70, 4, 0, true,
+				     false},
+		   counts, 1);
+	moe_tokens((struct moe_case){KVK_INT4, 1152, 128, 32, KVK_BF16, 45, 4, 0, true,
 				     false},
 		   counts, 1);
 }
