@@ -28,6 +28,7 @@
 #include <errno.h>
 #include "fp8.h"
 #include "moe_fp8_chunk.h"
+#include "moe_loads.h"
 #include "moe_plan.cuh"
 #include "moe_ptx.cuh"
 #include "moe_wgmma.cuh"
@@ -204,7 +205,7 @@ __device__ __forceinline__ void fc_unit(float (&acc)[2][W / 2], struct fc_shared
 
 		ptx_mbar_wait(ptx_smem(&sh.full[r.stage]), r.phase);
 #pragma unroll
-		for (uint32_t m = 0; m < 2; m++) {
+		for (uint32_t m = 0; m < 2 && !MOE_LOADS_ONLY; m++) {
 			const uint64_t w =
 				wgm_desc(at + m * FC_BOX + (W == 128 ? 0 : half));
 			const float *f = sh.factor[r.stage][m] + fc_token<W>();

@@ -19,6 +19,7 @@
 #include <errno.h>
 #include "fp8.h"
 #include "moe_fp8_wide.h"
+#include "moe_loads.h"
 #include "moe_ptx.cuh"
 #include "moe_wgmma.cuh"
 
@@ -256,8 +257,10 @@ __device__ __forceinline__ void f8_unit(float (&acc)[2][N / 2],
 		float part[2][N / 2];
 
 		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
-		f8_step<N, SECOND>(part, r.base + r.stage * S::STAGE);
-		f8_add<N, SECOND>(acc, part, sh.factor[r.stage]);
+		if constexpr (!MOE_LOADS_ONLY) {
+			f8_step<N, SECOND>(part, r.base + r.stage * S::STAGE);
+			f8_add<N, SECOND>(acc, part, sh.factor[r.stage]);
+		}
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
 			ptx_mbar_arrive(r.empty + 8 * r.stage);

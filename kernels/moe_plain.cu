@@ -465,6 +465,7 @@ int kvk_moe_fp8_cuda(const struct kvk_moe_args *a, kvk_stream stream)
 	return r || !a->nr_tokens ? r : plain_run<KVK_E4M3>(a, stream);
 }
 
+#if !MOE_LOADS_ONLY
 int kvk_moe_bf16_cuda(const struct kvk_moe_args *a, kvk_stream stream)
 {
 	int r = plain_check(a);
@@ -477,3 +478,4 @@ int kvk_moe_bf16_cuda(const struct kvk_moe_args *a, kvk_stream stream)
 		return a->nr_tokens ? plain_run<KVK_F32>(a, stream) : 0;
 	return -EINVAL;
 }
+#endif

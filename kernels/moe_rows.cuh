@@ -21,6 +21,7 @@
 
 #include "int4.h"
 #include "kernels.h"
+#include "moe_loads.h"
 #include "moe_ptx.cuh"
 #include "quant.cuh"
 
@@ -335,6 +336,25 @@ __device__ __forceinline__ void rows_block(float (&acc)[NT][4], const struct row
 	}
 }
 
+/* The same, or (moe_loads.h) no more than that what was loaded is there. */
+template <uint32_t DTYPE, typename X, int NT>
+__device__ __forceinline__ void rows_use(float (&acc)[NT][4], const struct rows_w &w,
+					 const struct rows_x<X> (&x)[NT],
+					 const uint4 (&raw)[4][2][2], uint32_t k)
+{
+	if constexpr (MOE_LOADS_ONLY) {
+		uint32_t all = 0;
+
+#pragma unroll
+		for (int j = 0; j < 8; j++)
+			all ^= raw[j / 2][j % 2][0].x ^ raw[j / 2][j % 2][0].y;
+		if (all == 0x9e3779b9u) /* nobody may leave the loads out */
+			acc[0][0] += 1.0f;
+	} else {
+		rows_block<DTYPE, X, NT>(acc, w, x, raw, k);
+	}
+}
+
 /* The warp's share of 16 rows x 8 NT tokens. @x: token g of each n tile. DEEP blocks are
  * under way at once. */
 template <uint32_t DTYPE, typename X, int NT>
@@ -359,7 +379,7 @@ __device__ __forceinline__ void rows_dot(float (&acc)[NT][4], const struct rows_
 					      raw[j / 8][j / 2 % 4][j % 2]);
 #pragma unroll
 		for (int d = 0; d < DEEP; d++)
-			rows_block<DTYPE, X, NT>(acc, w, x, raw[d], k + d * STEP);
+			rows_use<DTYPE, X, NT>(acc, w, x, raw[d], k + d * STEP);
 	}
 	for (; k < w.cols; k += STEP) {
 		uint4 raw[4][2][2];
@@ -368,7 +388,7 @@ __device__ __forceinline__ void rows_dot(float (&acc)[NT][4], const struct rows_
 		for (int j = 0; j < 8; j++)
 			load_row<DTYPE, false>(w, j % 2, k + j / 2 * 32 + col,
 					       raw[j / 2][j % 2]);
-		rows_block<DTYPE, X, NT>(acc, w, x, raw, k);
+		rows_use<DTYPE, X, NT>(acc, w, x, raw, k);
 	}
 }
 
