@@ -11,6 +11,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
+
+#define CLOCK_NS     20000u
+#define SETTLE_US    20000u
+#define SETTLE_TURNS 25
+#define SETTLED	     0.97 /* of the clock after the read ceiling */
 
 #ifndef KVB_COMMIT
 #define KVB_COMMIT "unknown"
@@ -163,6 +169,39 @@ static int cmp_double(const void *a, const void *b)
 	return x < y ? -1 : x > y;
 }
 
+/* The SM clock, by counting for a while. globaltimer's steps are small against CLOCK_NS. */
+__global__ void clock_kernel(uint64_t *ret_cycles_ns)
+{
+	const uint64_t from = clock64();
+	uint64_t begin, now;
+
+	asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+	do
+		asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+	while (now - begin < CLOCK_NS);
+	ret_cycles_ns[0] = clock64() - from;
+	ret_cycles_ns[1] = now - begin;
+}
+
+static double clock_mhz(struct kvb_ctx *ctx)
+{
+	uint64_t v[2], *dev;
+
+	KVB_CUDA(cudaMallocAsync((void **)&dev, sizeof(v), ctx->stream));
+	clock_kernel<<<1, 1, 0, ctx->stream>>>(dev);
+	KVB_CUDA(cudaGetLastError());
+	KVB_CUDA(cudaMemcpyAsync(v, dev, sizeof(v), cudaMemcpyDeviceToHost, ctx->stream));
+	KVB_CUDA(cudaFreeAsync(dev, ctx->stream));
+	KVB_CUDA(cudaStreamSynchronize(ctx->stream));
+	return 1e3 * (double)v[0] / (double)v[1];
+}
+
+void kvb_settle(struct kvb_ctx *ctx)
+{
+	for (int i = 0; i < SETTLE_TURNS && clock_mhz(ctx) < SETTLED * ctx->mhz; i++)
+		usleep(SETTLE_US);
+}
+
 /* Replay and fill the row's times. */
 static void replay(struct kvb_ctx *ctx, cudaGraphExec_t exec, uint32_t nr_calls,
 		   struct kvb_row *row)
@@ -185,6 +224,7 @@ static void replay(struct kvb_ctx *ctx, cudaGraphExec_t exec, uint32_t nr_calls,
 		KVB_CUDA(cudaEventElapsedTime(&ms, e0, e1));
 		us[i] = (double)ms * 1e3 / nr_calls;
 	}
+	row->mhz = clock_mhz(ctx);
 	qsort(us, n, sizeof(us[0]), cmp_double);
 	row->us = us[n / 2];
 	row->us_min = us[0];
@@ -251,6 +291,7 @@ static int measure_ceiling(struct kvb_ctx *ctx)
 	r = kvb_time(ctx, ceiling_call, &c, 1, 2, &row);
 	ctx->ceiling = (double)bytes / row.us * 1e6;
 	ctx->flops_ceiling = 790e12;
+	ctx->mhz = row.mhz;
 	KVB_CUDA(cudaFree(c.buf));
 	KVB_CUDA(cudaFree(c.sink));
 	return r;
@@ -329,7 +370,9 @@ static void print_row(const struct kvb_ctx *ctx, FILE *f, const struct kvb_row *
 	fprintf(f, " %-12s", row_verdict(ctx, r));
 	if (r->err >= 0.0)
 		fprintf(f, " %8.1e", r->err);
-	fputc('\n', f);
+	else
+		fprintf(f, " %8s", "-");
+	fprintf(f, " %5.0f\n", r->mhz);
 }
 
 void kvb_row_add(struct kvb_ctx *ctx, const struct kvb_row *row)
@@ -412,6 +455,7 @@ static void print_json(const struct kvb_ctx *ctx, const char *family,
 		       "\"flops\": %.0f, \"frac\": %.3f, \"floor_us\": %.2f",
 		       sep, r->family, name, shape, r->us, r->us_min, r->us_max, r->bytes,
 		       r->flops, row_floor(ctx, r) / r->us, row_floor(ctx, r));
+		printf(", \"mhz\": %.0f", r->mhz);
 		if (r->err >= 0.0 && isfinite(r->err))
 			printf(", \"err\": %.2e", r->err);
 		else
@@ -452,9 +496,9 @@ void kvb_print(const struct kvb_ctx *ctx, const char *family, bool json)
 	printf("# verdict: reached, at its loads (within %.0f %% of the same kernel without "
 	       "arithmetic), open\n",
 	       100.0 * (KVB_AT_LOADS - 1.0));
-	printf("%-26s %-12s %9s %9s %9s %8s %7s %8s %8s %8s %-12s %8s\n", "name", "shape",
-	       "us", "min", "max", "floor", "frac", "loads", "peer", "target", "verdict",
-	       "err");
+	printf("%-26s %-12s %9s %9s %9s %8s %7s %8s %8s %8s %-12s %8s %5s\n", "name",
+	       "shape", "us", "min", "max", "floor", "frac", "loads", "peer", "target",
+	       "verdict", "error", "MHz");
 	for (uint32_t i = 0; i < ctx->nr_rows; i++)
 		print_row(ctx, stdout, &ctx->rows[i]);
 }

@@ -33,6 +33,7 @@
  * @bytes: useful bytes of a call; 0 = no byte floor
  * @flops: useful floating-point operations; 0 = no arithmetic floor
  * @err: |out - ref| / |ref| against float64; < 0 = not checked in this run
+ * @mhz: the SM clock right after the last replay
  * @loads_us: the same kernel in the same run without its arithmetic; 0 = not timed
  * @floor_us, @peer_us, @ours_us: stored figures (targets); 0 = none. A line is judged by
  *	ours_us * KVB_TARGET_CEILING over the run's own ceiling, never by less than ours_us:
@@ -48,6 +49,7 @@ struct kvb_row {
 	double bytes;
 	double flops;
 	double err;
+	double mhz;
 	double loads_us;
 	double floor_us;
 	double peer_us;
@@ -62,6 +64,7 @@ struct kvb_row {
  * @replays: of the next lines; 0 = KVB_REPLAYS, or 7 if @quick
  * @check: also compare with the float64 reference
  * @ceiling: measured read rate in bytes per second
+ * @mhz: the SM clock after that
  * @rows, @nr_rows: results so far
  * @failed: a launch failed or an error was too large
  */
@@ -73,6 +76,7 @@ struct kvb_ctx {
 	bool failed;
 	double ceiling;
 	double flops_ceiling;
+	double mhz;
 	uint32_t replays;
 	uint32_t nr_rows;
 	struct kvb_row rows[KVB_ROWS_MAX];
@@ -107,6 +111,12 @@ uint32_t kvb_calls(double bytes);
  */
 int kvb_time(struct kvb_ctx *ctx, kvb_call call, void *arg, uint32_t nr_sets,
 	     uint32_t nr_calls, struct kvb_row *row);
+
+/**
+ * kvb_settle() - wait (half a second at most) until the clock is what it was at first: lines that
+ * take the card to its power limit leave it at 1.4 GHz of 1.98 for those behind them
+ */
+void kvb_settle(struct kvb_ctx *ctx);
 
 /** kvb_row_add() - keep a line and print it (stderr) as it comes */
 void kvb_row_add(struct kvb_ctx *ctx, const struct kvb_row *row);

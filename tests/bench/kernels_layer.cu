@@ -10,12 +10,16 @@
  */
 #include "kernels_moe.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include "kernels/fp8.h"
 #include "kernels/moe_cuda.h"
 
 enum { HIDDEN = 7168, EXPERTS = 384, TOP_K = 8, GROUP = 32 };
+/* y is rounded to bf16 twice, the shared expert's inner values twice */
+#define ERR 5e-3
 enum { TOKENS_MAX = 128, SETS_MAX = 16, COPIES = 8 };
 
 /* struct layer - device memory. Router and shared expert are there COPIES times, more than L2 holds.
@@ -171,6 +175,80 @@ static int layer_distinct(struct kvb_ctx *ctx, struct layer *d, uint32_t nr_sets
 	return 0;
 }
 
+/* The shared expert of sampled tokens from what the norm gave: its inner values to d.h, then
+ * its part of y to d.ref. One warp per value. */
+__global__ void shared_first(const __grid_constant__ struct layer l,
+			     const __grid_constant__ struct kvb_moe d)
+{
+	const uint32_t j = blockIdx.x * 8 + threadIdx.x / 32, tok = d.sample[blockIdx.y];
+	const uint16_t *w = (const uint16_t *)l.shared13 + (size_t)j * HIDDEN;
+	double gate = 0, up = 0;
+
+	for (uint32_t c = threadIdx.x % 32; c < HIDDEN; c += 32) {
+		const double x = kvk_bf16_to_f32(l.normed[(size_t)tok * HIDDEN + c]);
+
+		gate += x * kvk_bf16_to_f32(w[c]);
+		up += x * kvk_bf16_to_f32(w[(size_t)l.inter * HIDDEN + c]);
+	}
+	for (int o = 16; o; o /= 2) {
+		gate += __shfl_xor_sync(~0u, gate, o);
+		up += __shfl_xor_sync(~0u, up, o);
+	}
+	if (threadIdx.x % 32 == 0)
+		d.h[(size_t)blockIdx.y * l.inter + j] = gate / (1.0 + exp(-gate)) * up;
+}
+
+__global__ void shared_second(const __grid_constant__ struct layer l,
+			      const __grid_constant__ struct kvb_moe d)
+{
+	const uint32_t row = blockIdx.x * 8 + threadIdx.x / 32;
+	const uint16_t *w = (const uint16_t *)l.shared2 + (size_t)row * l.inter;
+	const double *h = d.h + (size_t)blockIdx.y * l.inter;
+	double sum = 0;
+
+	for (uint32_t c = threadIdx.x % 32; c < l.inter; c += 32)
+		sum += h[c] * kvk_bf16_to_f32(w[c]);
+	for (int o = 16; o; o /= 2)
+		sum += __shfl_xor_sync(~0u, sum, o);
+	if (threadIdx.x % 32 == 0)
+		d.ref[(size_t)blockIdx.y * HIDDEN + row] += sum;
+}
+
+/* Routed and shared experts against float64, from x and experts as norm and router left them. */
+static double layer_err(struct kvb_ctx *ctx, kvb_call call, void *arg)
+{
+	const struct layer *l = (const struct layer *)arg;
+	uint32_t tokens[KVB_CHECK_TOKENS];
+	const uint32_t nr = kvb_sample(l->nr_tokens, tokens);
+	struct kvb_moe d = {};
+	double err;
+
+	if (call(ctx, arg, 0))
+		return INFINITY;
+	d.e = l->e;
+	d.w13 = l->w13;
+	d.w2 = l->w2;
+	d.x = l->normed;
+	d.y = l->y;
+	d.ids = l->ids;
+	d.weights = l->weights;
+	d.nr_tokens = l->nr_tokens;
+	d.top_k = TOP_K;
+	KVB_CUDA(cudaMalloc((void **)&d.sample, sizeof(tokens)));
+	KVB_CUDA(cudaMalloc((void **)&d.h,
+			    sizeof(double) * KVB_CHECK_TOKENS * TOP_K * l->inter));
+	KVB_CUDA(cudaMalloc((void **)&d.ref, sizeof(double) * KVB_CHECK_TOKENS * HIDDEN));
+	kvb_moe_ref(ctx, &d, tokens, nr);
+	shared_first<<<dim3(l->inter / 8, nr), 256, 0, ctx->stream>>>(*l, d);
+	shared_second<<<dim3(HIDDEN / 8, nr), 256, 0, ctx->stream>>>(*l, d);
+	KVB_CUDA(cudaGetLastError());
+	err = kvb_moe_err(ctx, &d, tokens, nr);
+	KVB_CUDA(cudaFree(d.sample));
+	KVB_CUDA(cudaFree(d.h));
+	KVB_CUDA(cudaFree(d.ref));
+	return err;
+}
+
 static void *layer_bf16(struct kvb_ctx *ctx, size_t n, uint64_t seed, float stddev)
 {
 	void *p;
@@ -257,15 +335,18 @@ static int layer_model(struct kvb_ctx *ctx, const char *name, uint32_t inter)
 	if (!kvb_selected(ctx, name, ""))
 		return 0;
 	layer_init(ctx, &d, inter);
+	kvb_settle(ctx);
+	struct kvb_dense line = {name, call_layer, layer_err, &d, 0, SETS_MAX, 0, 0, ERR};
 	expert = (double)(kvk_moe_packed_bytes(&d.e, 0) + kvk_moe_packed_bytes(&d.e, 1));
 	for (uint32_t c = 0; c < sizeof(counts) / sizeof(counts[0]) && !r; c++) {
 		double distinct = 0;
 
 		d.nr_tokens = counts[c];
 		r = layer_distinct(ctx, &d, SETS_MAX, &distinct);
+		line.n = counts[c];
+		line.bytes = dense + distinct * expert;
 		if (!r)
-			r = kvb_dense_line(ctx, call_layer, &d, name, counts[c],
-					   dense + distinct * expert, 0, SETS_MAX);
+			r = kvb_dense_line(ctx, &line);
 	}
 	layer_fini(&d);
 	return r;

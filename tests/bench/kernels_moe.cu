@@ -4,10 +4,9 @@
  *
  * Weights are random bytes in packed order (the repack has its own test), routing is
  * drawn per call so that a graph's calls use different experts, and a line is checked
- * against float64 on the dequantised weights: sampled tokens, all rows, y and workspace
- * poisoned with NaN before, and a second run bit-equal to the first. Up to 256 tokens a line
- * stands beside its own loads: the same kernel in the same run with its products left out, what
- * the access pattern alone costs. One thread.
+ * against float64 on the dequantised weights (kernels_moe_check.cu). INT4 up to 256 tokens and all
+ * of FP8 stand beside their own loads: the same kernel in the same run with its products left
+ * out, what the access pattern alone costs. One thread.
  */
 #include "kernels_moe.h"
 
@@ -20,12 +19,13 @@
 #include "kernels/moe_pack.h"
 
 #define TOP_K	    8u
-#define CHECK_TOKS  8u
-#define ERR_MAX	    2e-3
 #define NR_COLUMNS  12u
 #define LOADS_MAX   256u /* tokens; the kernel for more always multiplies */
 #define LOADS_REPS  5u	 /* their spread is a fraction of a percent */
 #define SETS_MAX    96u
+#define FP8_SETS    8u
+#define FP8_STREAM  0.85
+#define FP8_FLOPS   900e12
 #define EXPERTS_MAX 512u
 
 enum routing { UNIFORM, ZIPF, SINGLE };
@@ -76,20 +76,6 @@ static const struct model models[] = {
 	{"tiny", 16, 256, 128, 32, {}, {}, {}},
 };
 
-/* struct moe_data - device memory of a layer; borrowed by the calls */
-struct moe_data {
-	struct kvk_experts e;
-	uint8_t *w13, *w2;
-	uint16_t *x, *y;
-	uint32_t *ids;
-	float *weights, *sample;
-	double *h, *ref;
-	void *ws;
-	size_t ws_bytes;
-	uint32_t nr_tokens, top_k, nr_sets;
-	bool loads_only;
-};
-
 /* ------------------------------------------------------------------------ random weights
  */
 
@@ -121,94 +107,12 @@ __global__ void fill_bricks(uint32_t *dst, size_t nr_words, uint32_t brick_words
 	}
 }
 
-/* ------------------------------------------------------------------------------- float64
- */
-
-/* w[row][8 c8 + i] of an expert's packed matrix, for a row of tile @m */
-__device__ __forceinline__ void ref_word(const struct kvk_pack &p, const uint8_t *base,
-					 uint32_t m, uint32_t r, uint32_t c8,
-					 double (&w)[8])
-{
-	const uint8_t *brick = base + kvk_pack_brick(&p, m, c8 / 16);
-	uint32_t v =
-		kvk_unpack_word(((const uint32_t *)brick)[kvk_brick_word(r, c8 % 16)]);
-	uint16_t s = ((const uint16_t *)(brick + KVK_BRICK_NIBBLES))[kvk_brick_scale(
-		&p, r, c8 % 16 * 8 / p.group)];
-	double scale = (double)kvk_bf16_to_f32(s);
-
-	for (uint32_t i = 0; i < 8; i++)
-		w[i] = kvk_int4_get(v, i) * scale;
-}
-
-__device__ __forceinline__ double warp_sum(double v)
-{
-	for (int i = 16; i; i /= 2)
-		v += __shfl_xor_sync(~0u, v, i);
-	return v;
-}
-
-/* h[sampled slot][j]; one warp per value */
-__global__ void ref_first(const struct moe_data d, const uint32_t *ids,
-			  const uint32_t *tokens)
-{
-	const struct kvk_pack p = kvk_pack_make(2 * d.e.inter, d.e.hidden, d.e.group, 1);
-	const uint32_t j = blockIdx.x * 8 + threadIdx.x / 32, s = blockIdx.y;
-	const uint32_t tok = tokens[s / d.top_k], id = ids[tok * d.top_k + s % d.top_k];
-	const uint8_t *base = d.w13 + id * kvk_pack_bytes(&p);
-	double gate = 0, up = 0;
-
-	for (uint32_t c8 = threadIdx.x % 32; c8 < d.e.hidden / 8; c8 += 32) {
-		double g[8], u[8];
-
-		ref_word(p, base, j / 16, j % 16 / 8 * 16 + j % 8, c8, g);
-		ref_word(p, base, j / 16, j % 16 / 8 * 16 + 8 + j % 8, c8, u);
-		for (uint32_t i = 0; i < 8; i++) {
-			double x = kvk_bf16_to_f32(
-				d.x[(size_t)tok * d.e.hidden + c8 * 8 + i]);
-
-			gate += g[i] * x;
-			up += u[i] * x;
-		}
-	}
-	gate = warp_sum(gate);
-	up = warp_sum(up);
-	if (threadIdx.x % 32 == 0)
-		d.h[(size_t)s * d.e.inter + j] = gate / (1.0 + exp(-gate)) * up;
-}
-
-__global__ void ref_second(const struct moe_data d, const uint32_t *ids,
-			   const float *weights, const uint32_t *tokens)
-{
-	const struct kvk_pack p = kvk_pack_make(d.e.hidden, d.e.inter, d.e.group, 0);
-	const uint32_t row = blockIdx.x * 8 + threadIdx.x / 32, tok = tokens[blockIdx.y];
-	double y = 0;
-
-	for (uint32_t k = 0; k < d.top_k; k++) {
-		const uint32_t slot = tok * d.top_k + k;
-		const uint8_t *base = d.w2 + ids[slot] * kvk_pack_bytes(&p);
-		const double *h = d.h + (size_t)(blockIdx.y * d.top_k + k) * d.e.inter;
-		double sum = 0;
-
-		for (uint32_t c8 = threadIdx.x % 32; c8 < d.e.inter / 8; c8 += 32) {
-			double w[8];
-
-			ref_word(p, base, row / 32, row % 32, c8, w);
-			for (uint32_t i = 0; i < 8; i++)
-				sum += w[i] * h[c8 * 8 + i];
-		}
-		y += weights[slot] * sum;
-	}
-	y = warp_sum(y);
-	if (threadIdx.x % 32 == 0)
-		d.ref[(size_t)blockIdx.y * d.e.hidden + row] = y;
-}
-
 /* --------------------------------------------------------------------------------- calls
  */
 
 static int call_int4(struct kvb_ctx *ctx, void *arg, uint32_t set)
 {
-	struct moe_data *d = (struct moe_data *)arg;
+	struct kvb_moe *d = (struct kvb_moe *)arg;
 	const size_t slots = (size_t)d->nr_tokens * d->top_k;
 	struct kvk_moe_args a = {};
 
@@ -245,7 +149,7 @@ static uint32_t draw(uint64_t *rng, uint32_t nr_experts, enum routing routing)
 }
 
 /* Ids and weights of all sets; returns the mean number of distinct experts. */
-static double route_sets(struct kvb_ctx *ctx, struct moe_data *d, enum routing routing,
+static double route_sets(struct kvb_ctx *ctx, struct kvb_moe *d, enum routing routing,
 			 uint32_t nr_sets)
 {
 	const size_t slots = (size_t)d->nr_tokens * d->top_k, n = slots * nr_sets;
@@ -285,64 +189,6 @@ static double route_sets(struct kvb_ctx *ctx, struct moe_data *d, enum routing r
 	return distinct / nr_sets;
 }
 
-static int run_poisoned(struct kvb_ctx *ctx, struct moe_data *d, uint16_t *y)
-{
-	const size_t bytes = (size_t)d->nr_tokens * d->e.hidden * 2;
-	int r;
-
-	KVB_CUDA(cudaMemsetAsync(d->y, 0xff, bytes, ctx->stream));
-	KVB_CUDA(cudaMemsetAsync(d->ws, 0xff, d->ws_bytes, ctx->stream));
-	r = call_int4(ctx, d, 0);
-	if (r)
-		return r;
-	KVB_CUDA(cudaMemcpyAsync(y, d->y, bytes, cudaMemcpyDeviceToHost, ctx->stream));
-	KVB_CUDA(cudaStreamSynchronize(ctx->stream));
-	return 0;
-}
-
-/* Error of the sampled tokens; infinite if a value is NaN or a second run differs. */
-static int check(struct kvb_ctx *ctx, struct moe_data *d, double *ret_err)
-{
-	const size_t n = (size_t)d->nr_tokens * d->e.hidden;
-	const uint32_t nr = d->nr_tokens < CHECK_TOKS ? d->nr_tokens : CHECK_TOKS;
-	uint16_t *y = (uint16_t *)malloc(2 * n * 2);
-	float *got = (float *)malloc(nr * d->e.hidden * sizeof(float));
-	double *want = (double *)malloc(nr * d->e.hidden * sizeof(double));
-	uint32_t tokens[CHECK_TOKS], *dev_tokens = (uint32_t *)d->sample;
-	int r = run_poisoned(ctx, d, y);
-
-	if (!r)
-		r = run_poisoned(ctx, d, y + n);
-	if (r)
-		goto free_buffers;
-	for (uint32_t i = 0; i < nr; i++)
-		tokens[i] = (uint32_t)((uint64_t)i * (d->nr_tokens - 1) /
-				       (nr > 1 ? nr - 1 : 1));
-	KVB_CUDA(cudaMemcpyAsync(dev_tokens, tokens, nr * 4, cudaMemcpyHostToDevice,
-				 ctx->stream));
-	ref_first<<<dim3(d->e.inter / 8, nr * d->top_k), 256, 0, ctx->stream>>>(
-		*d, d->ids, dev_tokens);
-	ref_second<<<dim3(d->e.hidden / 8, nr), 256, 0, ctx->stream>>>(
-		*d, d->ids, d->weights, dev_tokens);
-	KVB_CUDA(cudaGetLastError());
-	KVB_CUDA(cudaMemcpyAsync(want, d->ref, nr * d->e.hidden * 8,
-				 cudaMemcpyDeviceToHost, ctx->stream));
-	KVB_CUDA(cudaStreamSynchronize(ctx->stream));
-	for (uint32_t i = 0; i < nr; i++)
-		for (uint32_t c = 0; c < d->e.hidden; c++)
-			got[i * d->e.hidden + c] =
-				kvk_bf16_to_f32(y[(size_t)tokens[i] * d->e.hidden + c]);
-	*ret_err = kvb_rel_err(got, want, (size_t)nr * d->e.hidden);
-	for (size_t i = 0; i < n; i++)
-		if ((y[i] & 0x7f80) == 0x7f80 || y[i] != y[n + i])
-			*ret_err = INFINITY;
-free_buffers:
-	free(y);
-	free(got);
-	free(want);
-	return r;
-}
-
 /* ------------------------------------------------------------------------------- a layer
  */
 
@@ -359,7 +205,7 @@ uint8_t *kvb_bricks_new(struct kvb_ctx *ctx, const struct kvk_experts *e, int se
 	return p;
 }
 
-static size_t data_alloc(struct kvb_ctx *ctx, struct moe_data *d, const struct model *m,
+static size_t data_alloc(struct kvb_ctx *ctx, struct kvb_moe *d, const struct model *m,
 			 uint32_t tokens_max)
 {
 	struct kvk_moe_args a = {};
@@ -383,9 +229,12 @@ static size_t data_alloc(struct kvb_ctx *ctx, struct moe_data *d, const struct m
 	KVB_CUDA(cudaMalloc((void **)&d->ids, (size_t)SETS_MAX * tokens_max * TOP_K * 4));
 	KVB_CUDA(cudaMalloc((void **)&d->weights,
 			    (size_t)SETS_MAX * tokens_max * TOP_K * 4));
-	KVB_CUDA(cudaMalloc((void **)&d->sample, CHECK_TOKS * 4));
-	KVB_CUDA(cudaMalloc((void **)&d->h, (size_t)CHECK_TOKS * TOP_K * m->inter * 8));
-	KVB_CUDA(cudaMalloc((void **)&d->ref, (size_t)CHECK_TOKS * m->hidden * 8));
+	KVB_CUDA(cudaMalloc((void **)&d->y_again, (size_t)tokens_max * m->hidden * 2));
+	KVB_CUDA(cudaMalloc((void **)&d->sample, KVB_CHECK_TOKENS * 4));
+	KVB_CUDA(cudaMalloc((void **)&d->bad, 4));
+	KVB_CUDA(cudaMalloc((void **)&d->h,
+			    (size_t)KVB_CHECK_TOKENS * TOP_K * m->inter * 8));
+	KVB_CUDA(cudaMalloc((void **)&d->ref, (size_t)KVB_CHECK_TOKENS * m->hidden * 8));
 	a.experts = d->e;
 	a.nr_tokens = tokens_max;
 	a.top_k = d->top_k;
@@ -395,24 +244,24 @@ static size_t data_alloc(struct kvb_ctx *ctx, struct moe_data *d, const struct m
 	return kvk_moe_packed_bytes(&d->e, 0) + kvk_moe_packed_bytes(&d->e, 1);
 }
 
-static void data_free(struct moe_data *d)
+static void data_free(struct kvb_moe *d)
 {
-	void *all[] = {d->w13,	   d->w2,     d->x, d->y,   d->ids,
-		       d->weights, d->sample, d->h, d->ref, d->ws};
+	void *all[] = {d->w13,	   d->w2,     d->x,   d->y, d->y_again, d->ids,
+		       d->weights, d->sample, d->bad, d->h, d->ref,	d->ws};
 
 	for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
 		KVB_CUDA(cudaFree(all[i]));
 }
 
-static int time_loads(struct kvb_ctx *ctx, struct moe_data *d, uint32_t nr_calls,
-		      struct kvb_row *row)
+static int time_loads(struct kvb_ctx *ctx, struct kvb_moe *d, kvb_call call,
+		      uint32_t nr_sets, uint32_t nr_calls, struct kvb_row *row)
 {
 	struct kvb_row loads = {};
 	int r;
 
 	d->loads_only = true;
 	ctx->replays = LOADS_REPS;
-	r = kvb_time(ctx, call_int4, d, nr_calls, nr_calls, &loads);
+	r = kvb_time(ctx, call, d, nr_sets, nr_calls, &loads);
 	ctx->replays = 0;
 	d->loads_only = false;
 	row->loads_us = loads.us;
@@ -420,7 +269,7 @@ static int time_loads(struct kvb_ctx *ctx, struct moe_data *d, uint32_t nr_calls
 }
 
 /* One line: check, time, and time the loads alone. */
-static int line(struct kvb_ctx *ctx, struct moe_data *d, const struct model *m,
+static int line(struct kvb_ctx *ctx, struct kvb_moe *d, const struct model *m,
 		uint32_t column, enum routing routing, size_t expert_bytes)
 {
 	static const char *const names[] = {"uniform", "zipf", "single"};
@@ -448,16 +297,11 @@ static int line(struct kvb_ctx *ctx, struct moe_data *d, const struct model *m,
 		row.floor_us = m->floor[column];
 		row.ours_us = m->ours[column];
 	}
-	if (ctx->check) {
-		r = check(ctx, d, &row.err);
-		if (r)
-			return r;
-		if (!(row.err <= ERR_MAX))
-			ctx->failed = true;
-	}
-	r = kvb_time(ctx, call_int4, d, nr_calls, nr_calls, &row);
+	r = ctx->check ? kvb_moe_check(ctx, d, call_int4, &row.err) : 0;
+	if (!r)
+		r = kvb_time(ctx, call_int4, d, nr_calls, nr_calls, &row);
 	if (!r && d->nr_tokens <= LOADS_MAX)
-		r = time_loads(ctx, d, nr_calls, &row);
+		r = time_loads(ctx, d, call_int4, nr_calls, nr_calls, &row);
 	if (!r)
 		kvb_row_add(ctx, &row);
 	return r;
@@ -467,7 +311,7 @@ static int line(struct kvb_ctx *ctx, struct moe_data *d, const struct model *m,
 
 static int call_fp8(struct kvb_ctx *ctx, void *arg, uint32_t set)
 {
-	struct moe_data *d = (struct moe_data *)arg;
+	struct kvb_moe *d = (struct kvb_moe *)arg;
 	const size_t slots = (size_t)d->nr_tokens * d->top_k;
 	struct kvk_moe_args a = {};
 
@@ -481,7 +325,43 @@ static int call_fp8(struct kvb_ctx *ctx, void *arg, uint32_t set)
 	a.act_dtype = KVK_BF16;
 	a.workspace = d->ws;
 	a.workspace_bytes = d->ws_bytes;
-	return kvk_moe_fp8_cuda(&a, ctx->stream);
+	return (d->loads_only ? kvk_moe_fp8_loads : kvk_moe_fp8_cuda)(&a, ctx->stream);
+}
+
+/* What is asked of a line, on a card of the stored ceiling: 85 % of it while weights stream, 900
+ * TFLOP/s where products take longer. */
+static double fp8_target(const struct kvb_row *row)
+{
+	return 1e6 * fmax(row->bytes / (FP8_STREAM * KVB_TARGET_CEILING),
+			  row->flops / FP8_FLOPS);
+}
+
+/* One line, with the loads of as many calls. */
+static int fp8_line(struct kvb_ctx *ctx, struct kvb_moe *d, const char *name,
+		    double expert_bytes)
+{
+	struct kvb_row row = {};
+	uint32_t nr_calls;
+	int r;
+
+	snprintf(row.family, sizeof(row.family), "moe");
+	snprintf(row.name, sizeof(row.name), "%s", name);
+	snprintf(row.shape, sizeof(row.shape), "%u", d->nr_tokens);
+	if (!kvb_selected(ctx, row.name, row.shape))
+		return 0;
+	row.bytes = route_sets(ctx, d, UNIFORM, FP8_SETS) * expert_bytes;
+	row.flops = 6.0 * d->nr_tokens * d->top_k * d->e.hidden * d->e.inter;
+	row.ours_us = fp8_target(&row);
+	row.err = -1;
+	nr_calls = kvb_calls(row.bytes);
+	r = ctx->check ? kvb_moe_check(ctx, d, call_fp8, &row.err) : 0;
+	if (!r)
+		r = kvb_time(ctx, call_fp8, d, FP8_SETS, nr_calls, &row);
+	if (!r)
+		r = time_loads(ctx, d, call_fp8, FP8_SETS, nr_calls, &row);
+	if (!r)
+		kvb_row_add(ctx, &row);
+	return r;
 }
 
 /* E4M3 experts in their standard order. */
@@ -492,7 +372,7 @@ static int fp8_model(struct kvb_ctx *ctx, const struct model *m)
 	const size_t w13 = 2ul * m->inter * m->hidden, w2 = w13 / 2;
 	const size_t scales = w13 / 128 / 128 * 4;
 	struct kvk_moe_args a = {};
-	struct moe_data d;
+	struct kvb_moe d;
 	char name[KVB_NAME_MAX];
 	float *s;
 	int r = 0;
@@ -521,13 +401,10 @@ static int fp8_model(struct kvb_ctx *ctx, const struct model *m)
 	a.act_dtype = KVK_BF16;
 	d.ws_bytes = kvk_moe_workspace_cuda(&a);
 	KVB_CUDA(cudaMalloc(&d.ws, d.ws_bytes));
+	kvb_settle(ctx);
 	for (size_t c = 0; c < sizeof(counts) / sizeof(counts[0]) && !r; c++) {
-		double bytes;
-
 		d.nr_tokens = counts[c];
-		bytes = route_sets(ctx, &d, UNIFORM, 8) * (double)(w13 + w2);
-		r = kvb_dense_line(ctx, call_fp8, &d, name, counts[c], bytes,
-				   6.0 * counts[c] * d.top_k * m->hidden * m->inter, 8);
+		r = fp8_line(ctx, &d, name, (double)(w13 + w2));
 	}
 	data_free(&d);
 	KVB_CUDA(cudaFree(s));
@@ -554,7 +431,7 @@ int kvb_kernels_moe(struct kvb_ctx *ctx)
 
 	for (size_t i = 0; i < sizeof(models) / sizeof(models[0]) && !r; i++) {
 		const struct model *m = &models[i];
-		struct moe_data d;
+		struct kvb_moe d;
 		size_t bytes;
 
 		if (ctx->filter && !strstr(ctx->filter, m->name) &&
@@ -562,6 +439,7 @@ int kvb_kernels_moe(struct kvb_ctx *ctx)
 		    !strstr("uniform zipf single", ctx->filter))
 			continue;
 		bytes = data_alloc(ctx, &d, m, columns[NR_COLUMNS - 1]);
+		kvb_settle(ctx);
 		for (uint32_t c = 0; c < NR_COLUMNS && !r; c++)
 			r = line(ctx, &d, m, c, UNIFORM, bytes);
 		for (uint32_t c = 4; c < NR_COLUMNS && !r; c += 3)

@@ -10,7 +10,8 @@ HOPPER_FLAGS := -Itests/emul/hopper -DCONFIG_CUDA
 HOPPER_CXXFLAGS := $(EMUL_CXXFLAGS) -Wno-unused-parameter -Wno-sign-compare \
 	-Wno-unused-local-typedefs -Wno-pass-failed -Wno-psabi -include tests/emul/hopper/ptx.h
 
-$(O)/obj/tests/emul/hopper/machine.o: tests/emul/hopper/machine.cc $(O)/obj/flags
+$(O)/obj/tests/emul/hopper/machine.o $(O)/obj/tests/emul/hopper/bench_ref.o: \
+		$(O)/obj/tests/emul/hopper/%.o: tests/emul/hopper/%.cc $(O)/obj/flags
 	$(call say,CXX,$<)
 	$(Q)mkdir -p $(@D) && $(CXX) $(HOPPER_FLAGS) $(CPPFLAGS) $(HOPPER_CXXFLAGS) -MMD -MP -c -o $@ $<
 
@@ -23,7 +24,7 @@ $(O)/obj/tests/emul/hopper/%.o: tests/emul/hopper/%.c $(O)/obj/flags
 	$(call say,CC,$<)
 	$(Q)mkdir -p $(@D) && $(CC) $(HOPPER_FLAGS) $(CPPFLAGS) $(CFLAGS) -MMD -MP -c -o $@ $<
 
-$(O)/tests/emul/hopper/moe: $(call hopper_objs,$(HOPPER_KERNELS))
+$(O)/tests/emul/hopper/moe: $(O)/obj/tests/emul/hopper/bench_ref.o $(call hopper_objs,$(HOPPER_KERNELS))
 $(O)/tests/emul/hopper/sample: $(call hopper_objs,$(HOPPER_SAMPLERS))
 $(HOPPER_BINS): $(O)/tests/emul/hopper/%: $(O)/obj/tests/emul/hopper/%.o $(O)/obj/tests/kernels/common.o \
 		$(O)/libkernels.a

@@ -60,6 +60,12 @@ struct moe_case {
 	bool accumulate, bad_id;
 };
 
+/* Look at the bench's reference as well. */
+static bool bench_too;
+
+/* bench_ref.cc */
+void hopper_bench_ref(const struct kvk_moe_args *a, double *y);
+
 /* One expert's matrix to the kernels' order (moe_pack.h). */
 static void pack(const struct kvk_pack *p, const u32 *w, const u16 *s, u8 *packed)
 {
@@ -135,6 +141,23 @@ static int moe_call(const struct kvk_ops *host, const struct kvk_moe_args *a)
 	return host ? host->moe_fp8(a, NULL) : kvk_moe_fp8_cuda(a, NULL);
 }
 
+/* |want - y| / |y|, y in float64 with x and h as they are */
+static double bench_err(const struct kvk_moe_args *a, const u16 *want)
+{
+	const size_t n = (size_t)a->nr_tokens * a->experts.hidden;
+	double *y = nan_new(n * sizeof(*y)), num = 0, den = 0;
+
+	hopper_bench_ref(a, y);
+	for (size_t i = 0; i < n; i++) {
+		const double d = kvt_bf16(want[i]) - y[i];
+
+		num += d * d;
+		den += y[i] * y[i];
+	}
+	KVT_NOTE("against float64: %.2e", sqrt(num / den));
+	return sqrt(num / den);
+}
+
 static void moe_once(const struct moe_case *c)
 {
 	struct kvt_matrix w13 =
@@ -182,6 +205,8 @@ static void moe_once(const struct moe_case *c)
 	/* both round to bf16 at the end, and E4M3 rounds h, where an h near a tie may get the
 	 * other code; a case that hangs ends by itself (machine.cc) */
 	KVT_EXPECT(rel_bf16(got, want, n) < (c->dtype == KVK_E4M3 ? 5e-3 : 3e-3));
+	if (bench_too)
+		KVT_EXPECT(bench_err(&a, want) < (c->dtype == KVK_E4M3 ? 6e-2 : 3e-3));
 	kvt_matrix_fini(&w13);
 	kvt_matrix_fini(&w2);
 }
@@ -312,6 +337,26 @@ KVT_TEST(hopper_fp8_chunk)
 	moe_tokens(
 		(struct moe_case){KVK_E4M3, 128, 128, 0, KVK_BF16, 5, 4, 0, false, false},
 		more, 2);
+}
+
+/* What kvbench-kernels holds its lines against: as near to the host references as their roundings,
+ * of y, and for E4M3 of x and h, explain. The last shape is no multiple of a scale's
+ * block. */
+KVT_TEST(hopper_bench_reference)
+{
+	static const struct moe_case cases[] = {
+		{KVK_INT4, 256, 128, 32, KVK_BF16, 9, 3, 4, false, false},
+		{KVK_INT4, 256, 1024, 128, KVK_BF16, 5, 2, 3, false, false},
+		{KVK_E4M3, 384, 256, 0, KVK_BF16, 7, 3, 4, false, false},
+		{KVK_E4M3, 264, 144, 0, KVK_BF16, 7, 3, 4, false, false},
+	};
+
+	rng.state = kvt_rand64();
+	hopper_seed(kvt_rand64());
+	bench_too = true;
+	for (size_t i = 0; i < KV_ARRAY_SIZE(cases); i++)
+		moe_once(&cases[i]);
+	bench_too = false;
 }
 
 /* An engine asks once, for its largest step. */
