@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * attn_world.h - one case of attention on both sides: a pool of pages, queries, the host's
- * answer and the GPU's. Included by attn_cuda.c alone.
+ * answer and the GPU's. Included by attn_cuda.c and attn_bf16_cuda.c.
  */
 #ifndef TESTS_KERNELS_ATTN_WORLD_H
 #define TESTS_KERNELS_ATTN_WORLD_H
