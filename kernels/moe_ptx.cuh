@@ -288,10 +288,14 @@ __device__ __forceinline__ uint32_t ptx_redux_max(uint32_t v)
 /* The larger of both halves. */
 __device__ __forceinline__ uint32_t ptx_max_u16x2(uint32_t a, uint32_t b)
 {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900 /* where nobody runs this */
+	return __vmaxu2(a, b);
+#else
 	uint32_t d;
 
 	asm("max.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
 	return d;
+#endif
 }
 
 __device__ __forceinline__ uint32_t ptx_ld_acquire(const uint32_t *p)
