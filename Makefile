@@ -299,8 +299,9 @@ check-san: deps
 	$(Q)rm -rf build/san/tap
 	$(Q)KV_BUILD=$(abspath build/san) build/san/tests/run build/san/tap $(patsubst $(O)/%,build/san/%,$(TESTS))
 
-# What takes minutes: every crash point, a million simulated schedules, every model.
+# What takes minutes: every crash point, a million simulated schedules, every model, other GPUs.
 check-long: tests
+	$(if $(filter y,$(CONFIG_CUDA)),$(Q)$(MAKE) --no-print-directory check-archs)
 	$(Q)KV_BUILD=$(abspath $(O)) KVT_LONG=1 KVT_TIMEOUT_S=1800 $(O)/tests/ipc/restart_crash killed_at_any_store
 	$(Q)$(O)/tests/sim/sim --long 1000000
 	$(Q)tests/model/check.sh long
