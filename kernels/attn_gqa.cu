@@ -236,7 +236,7 @@ template <int HD, bool FP8, bool QUICK>
 __global__ void __launch_bounds__(NR_THREADS, 1)
 	attn_gqa_kernel(const __grid_constant__ struct attn_params p)
 {
-	extern __shared__ __align__(128) uint8_t smem_raw[];
+	DEV_DYNAMIC_SHARED_1K(smem_raw);
 	/* a constant, so that addresses are: nothing to compute or keep in the loops */
 	gqa_smem<HD, FP8> *sm = (gqa_smem<HD, FP8> *)__cvta_shared_to_generic(SMEM_AT);
 	const uint32_t warp = threadIdx.x / 32;

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(mla_cfg<NTL, FP8>::NR_THREADS, 1)
 	attn_mla_kernel(const __grid_constant__ struct attn_params p)
 {
 	using C = mla_cfg<NTL, FP8>;
-	extern __shared__ __align__(128) uint8_t smem_raw[];
+	DEV_DYNAMIC_SHARED_1K(smem_raw);
 	/* a constant, so that addresses are: nothing to compute or keep in the loops */
 	mla_smem<NTL, FP8> *sm = (mla_smem<NTL, FP8> *)__cvta_shared_to_generic(SMEM_AT);
 	const uint32_t warp = threadIdx.x / 32;

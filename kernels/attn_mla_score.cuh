@@ -144,12 +144,12 @@ KVK_DEV void share_q(const struct attn_params &p, const struct plan_seg &s,
 	bar_sync(BAR_SCORE, 32 * C::NR_SCORE);
 #pragma unroll
 	for (int k = 0; k < NR_KS / 2 * NTL; k++) {
-		const uint4 v = stage[k][lane];
+		const uint4 all = stage[k][lane];
 
-		qf[k / NTL * 2][k % NTL][0] = v.x;
-		qf[k / NTL * 2][k % NTL][1] = v.y;
-		qf[k / NTL * 2 + 1][k % NTL][0] = v.z;
-		qf[k / NTL * 2 + 1][k % NTL][1] = v.w;
+		qf[k / NTL * 2][k % NTL][0] = all.x;
+		qf[k / NTL * 2][k % NTL][1] = all.y;
+		qf[k / NTL * 2 + 1][k % NTL][0] = all.z;
+		qf[k / NTL * 2 + 1][k % NTL][1] = all.w;
 	}
 	__syncwarp();
 	if (lane == 0)

@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(384, 1)
 	attn_mla_tile_kernel(const __grid_constant__ struct attn_params p)
 {
 	using C = tile_cfg<PLANES>;
-	extern __shared__ __align__(1024) uint8_t smem_raw[];
+	DEV_DYNAMIC_SHARED_1K(smem_raw);
 	struct tile_smem *sm = (struct tile_smem *)smem_raw;
 
 	if (threadIdx.x == 0) {

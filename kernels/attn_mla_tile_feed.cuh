@@ -35,9 +35,7 @@ KVK_DEV void walk_fetch(const struct attn_params &p, const struct tile_walk &w,
 	const uint64_t off = __shfl_sync(~0u, far ? w.off[1] : w.off[0], i % 32);
 
 	if (i < w.nr_pages && (threadIdx.x & 31) == 0)
-		SM90_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.base + off),
-			 "r"(bytes)
-			 : "memory");
+		feed_prefetch(p.base + off, bytes);
 }
 
 /* Tell the consumers about segment @i. */
@@ -104,24 +102,6 @@ KVK_DEV const uint8_t *tile_next(const struct attn_params &p, const struct plan_
 	return at;
 }
 
-/* 16 bytes from @src, or zeros. */
-KVK_DEV void feed_copy(uint32_t dst, const uint8_t *src, bool in, uint64_t policy)
-{
-	asm volatile(
-		"cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
-			dst),
-		"l"(src), "r"(in ? 16 : 0), "l"(policy)
-		: "memory");
-}
-
-/* This thread's copies so far count as one arrival when they have landed. */
-KVK_DEV void feed_copied(uint64_t *bar)
-{
-	asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-			     smem_addr(bar))
-		     : "memory");
-}
-
 KVK_DEV void feed_bf16(const struct attn_params &p, const struct plan_cta &cta,
 		       uint64_t step, struct tile_smem *sm)
 {
@@ -164,7 +144,7 @@ KVK_DEV void feed_bf16(const struct attn_params &p, const struct plan_cta &cta,
 		}
 		at = tile_next(p, cta, step, w == 0, walk, &valid, sm);
 	}
-	asm volatile("cp.async.wait_all;" ::: "memory");
+	feed_wait();
 }
 
 #endif /* KVK_ATTN_MLA_TILE_FEED_CUH */

@@ -37,10 +37,15 @@ KVK_DEV uint32_t tiles_of(uint32_t len)
 	return max(1u, (len + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS);
 }
 
+struct warp_sums {
+	uint32_t of[PLAN_THREADS / 32];
+};
+
 /* Sum of @v over the CTA's threads before this one; *ret_total over all. */
 KVK_DEV uint32_t scan_exclusive(uint32_t v, uint32_t *ret_total)
 {
-	__shared__ uint32_t warps[32];
+	DEV_SHARED(struct warp_sums, sums);
+	uint32_t *warps = sums.of;
 	int lane = threadIdx.x & 31, w = threadIdx.x >> 5;
 	uint32_t x = v;
 
@@ -297,8 +302,8 @@ int plan_launch(const struct kvk_attn_args *a, const struct plan_shape *s,
 	args.nr_requests = a->batch.nr_requests;
 	args.shape = *s;
 	args.mem = *mem;
-	attn_plan_kernel<<<1 + (mem->quick_floats ? PLAN_FILLERS : 0), PLAN_THREADS, 0,
-			   stream>>>(args);
+	DEV_LAUNCH(attn_plan_kernel, 1 + (mem->quick_floats ? PLAN_FILLERS : 0),
+		   PLAN_THREADS, stream, args);
 	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
 }
 

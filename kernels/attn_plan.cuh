@@ -26,6 +26,7 @@
 
 #include "kernels/common.cuh"
 #include "kernels/attn_cuda.h"
+#include "kernels/attn_ptx.cuh"
 #include "kernels/dev.cuh"
 
 #define PLAN_CTAS_MAX 160u
@@ -320,10 +321,7 @@ KVK_DEV bool plan_all_in(const struct attn_params &p, const struct plan_pending 
 		long long start = clock64();
 
 		do {
-			asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-				     : "=r"(now)
-				     : "l"(counter)
-				     : "memory");
+			now = ldg_acquire(counter);
 		} while (now < pend->epoch * total && clock64() - start < PLAN_PATIENCE);
 		*flag = now >= pend->epoch * total;
 	}

@@ -89,7 +89,10 @@ void hopper_launch(dim3 grid, dim3 block, std::function<void()> thread,
 		   unsigned cluster = 1);
 void hopper_yield(void);
 void hopper_barrier(uint32_t id, uint32_t nr_threads);
+bool hopper_barrier_or(uint32_t id, uint32_t nr_threads,
+		       bool yes); /* has any said yes? */
 void hopper_arrive(uint32_t id, uint32_t nr_threads);
+long long hopper_clock(void);
 void hopper_warp_barrier(void);
 uint64_t *hopper_lanes(void); /* the warp's exchange: 16 words a lane */
 uint8_t *hopper_shared(void); /* the block's shared memory, address 0 */
@@ -211,15 +214,29 @@ static inline unsigned __reduce_min_sync(unsigned, unsigned value)
 	return ~__reduce_max_sync(~0u, ~value);
 }
 
+static inline int __any_sync(unsigned, int predicate)
+{
+	return __ballot_sync(~0u, predicate) != 0;
+}
+
+static inline int __all_sync(unsigned, int predicate)
+{
+	return __ballot_sync(~0u, predicate) == ~0u;
+}
+
 static inline int __syncthreads_or(int v)
 {
-	unsigned &any = hopper_static_as<unsigned>();
+	return hopper_barrier_or(0, blockDim.x, v != 0);
+}
 
-	any = 0;
-	__syncthreads();
-	any |= v != 0;
-	__syncthreads();
-	return any != 0;
+static inline int __syncthreads_and(int v)
+{
+	return !hopper_barrier_or(0, blockDim.x, v == 0);
+}
+
+static inline long long clock64(void)
+{
+	return hopper_clock();
 }
 
 static inline int __ffs(int v)
@@ -330,6 +347,11 @@ static inline float __uint_as_float(uint32_t bits)
 	return v;
 }
 
+static inline float __int_as_float(int bits)
+{
+	return __uint_as_float((uint32_t)bits);
+}
+
 static inline uint32_t __float_as_uint(float v)
 {
 	uint32_t bits;
@@ -344,6 +366,7 @@ static inline float __fdiv_rn(float a, float b)
 }
 
 #define __expf(x)	 expf(x)
+#define __log2f(x)	 log2f(x)
 #define __fdividef(a, b) ((a) / (b))
 
 /* ------------------------------------------------------------------------------- runtime
@@ -410,10 +433,12 @@ static inline cudaError_t cudaGetDevice(int *ret_device)
 }
 
 extern int hopper_major; /* compute capability: 9, or what a test makes it */
+extern int hopper_nr_sms;
 
 static inline cudaError_t cudaDeviceGetAttribute(int *ret_value, cudaDeviceAttr attr, int)
 {
-	*ret_value = attr == cudaDevAttrMultiProcessorCount ? HOPPER_SMS : hopper_major;
+	*ret_value =
+		attr == cudaDevAttrMultiProcessorCount ? hopper_nr_sms : hopper_major;
 	return cudaSuccess;
 }
 

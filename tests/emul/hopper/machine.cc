@@ -21,36 +21,26 @@
 #include <stdio.h>
 #include <vector>
 #include "machine.h"
-#include "ptx.h"
+#include "product.h"
 
 hopper_index threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
 enum {
-	WARP = 32,
 	NR_BARRIERS = 16,
 	BOX = 128,
 	STACK_BYTES = 128 << 10,
 	SHARED_BYTES = 288 << 10,
 	STATIC_AT = 236 << 10, /* __shared__ variables, behind what a launch asks for */
-	BLOCKS_AT_ONCE = 4,
-	IDLE_MAX = 20000, /* rounds in which nothing happened */
+	BLOCKS_AT_ONCE = 4,    /* or an SM's each, whichever is more */
+	ROUND_CLOCKS = 100,    /* what a look at each thread takes */
+	IDLE_MAX = 20000,      /* rounds in which nothing happened */
 };
 
 struct barrier {
 	uint32_t arrived;
 	uint64_t opened;
-};
-
-/* One warp's 16 rows of a product: what the lanes gave */
-struct product {
-	float *d[WARP];
-	uint32_t a[WARP][4]; /* f16 */
-	uint32_t
-		rows; /* e4m3, bf16: where the warp's rows are in shared memory; f16: 0 */
-	bool bf16;
-	uint32_t n, b;
-	int use_d;
+	bool vote, result; /* whether any thread said yes: now, the last time */
 };
 
 struct warp {
@@ -91,6 +81,7 @@ static const std::function<void()> *body;
 static std::vector<struct copy> copies;
 static std::vector<uint8_t *> stacks;
 static uint64_t random_state = 1, nr_events;
+static long long clocks;
 static struct block
 	*together; /* the blocks that run now: a cluster, where there is one */
 static uint32_t nr_together;
@@ -128,11 +119,16 @@ extern "C" void hopper_seed(uint64_t seed)
 	random_state = seed;
 }
 
-int hopper_major = 9;
+int hopper_major = 9, hopper_nr_sms = HOPPER_SMS;
 
 extern "C" void hopper_is(int major)
 {
 	hopper_major = major;
+}
+
+extern "C" void hopper_has_sms(int nr)
+{
+	hopper_nr_sms = nr;
 }
 
 void hopper_fault(const char *what)
@@ -145,28 +141,31 @@ void hopper_fault(const char *what)
 /* ------------------------------------------------------------------------------- threads
  */
 
-static void fiber_main(void)
-{
-	(*body)();
-	running->ended = true;
-	running->block->nr_live--;
-	nr_events++;
-	for (;;)
-		hopper_switch(&running->sp, scheduler_sp);
-}
-
 void hopper_yield(void)
 {
 	hopper_switch(&running->sp, scheduler_sp);
+}
+
+long long hopper_clock(void)
+{
+	hopper_yield();
+	return clocks;
+}
+
+static void barrier_open(struct barrier *b)
+{
+	b->arrived = 0;
+	b->opened++;
+	b->result = b->vote;
+	b->vote = false;
+	nr_events++;
 }
 
 static bool barrier_enter(struct barrier *b, uint32_t nr_threads)
 {
 	if (++b->arrived < nr_threads)
 		return false;
-	b->arrived = 0;
-	b->opened++;
-	nr_events++;
+	barrier_open(b);
 	return true;
 }
 
@@ -184,6 +183,15 @@ void hopper_barrier(uint32_t id, uint32_t nr_threads)
 {
 	HOPPER_CHECK(id < NR_BARRIERS && nr_threads % WARP == 0);
 	barrier_wait(&running->block->barriers[id], nr_threads);
+}
+
+bool hopper_barrier_or(uint32_t id, uint32_t nr_threads, bool yes)
+{
+	struct barrier *b = &running->block->barriers[id];
+
+	b->vote |= yes;
+	hopper_barrier(id, nr_threads);
+	return b->result;
 }
 
 void hopper_arrive(uint32_t id, uint32_t nr_threads)
@@ -212,15 +220,26 @@ uint8_t *hopper_shared(void)
 	return running->block->shared;
 }
 
+/* Threads that have ended are not waited for. */
+static uint32_t cluster_live(void)
+{
+	uint32_t nr = 0;
+
+	for (uint32_t i = 0; i < nr_together; i++)
+		nr += together[i].nr_live;
+	return nr;
+}
+
 void hopper_cluster_barrier(void)
 {
-	barrier_wait(&cluster_all, nr_together * blockDim.x);
+	hopper_cluster_arrive();
+	hopper_cluster_wait();
 }
 
 void hopper_cluster_arrive(void)
 {
 	running->cluster_opened = cluster_all.opened;
-	barrier_enter(&cluster_all, nr_together * blockDim.x);
+	barrier_enter(&cluster_all, cluster_live());
 }
 
 void hopper_cluster_wait(void)
@@ -234,6 +253,18 @@ uint8_t *hopper_cluster_shared(uint32_t rank)
 	/* a CTA's memory goes with it */
 	HOPPER_CHECK(rank < nr_together && together[rank].nr_live);
 	return together[rank].shared;
+}
+
+static void fiber_main(void)
+{
+	(*body)();
+	running->ended = true;
+	running->block->nr_live--;
+	nr_events++;
+	if (cluster_all.arrived && cluster_all.arrived == cluster_live())
+		barrier_open(&cluster_all);
+	for (;;)
+		hopper_yield();
 }
 
 /* All threads ask for the same variables in the same order. */
@@ -399,6 +430,20 @@ void hopper_product_bf16(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d
 	product_open(d, none, p);
 }
 
+/* bf16, a in registers; b's memory is rows of k, in blocks of 64 columns, @block bytes apart */
+void hopper_product_turned(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b,
+			   uint32_t block)
+{
+	struct product p = {};
+
+	p.bf16 = true;
+	p.n = n;
+	p.b = b;
+	p.turned = block;
+	p.use_d = 1;
+	product_open(d, a, p);
+}
+
 void hopper_product_commit(void)
 {
 	struct warp *w = warp_of(running);
@@ -409,51 +454,6 @@ void hopper_product_commit(void)
 		w->open.clear();
 	}
 	hopper_warp_barrier();
-}
-
-/* Byte k of row n of rows of 128 bytes, swizzled, from shared address @base on */
-static const uint8_t *product_at(uint32_t base, uint32_t n, uint32_t k)
-{
-	uint32_t at = base + n * 128 + k;
-
-	at ^= (at >> 7 & 7) << 4;
-	return hopper_shared() + at;
-}
-
-static float product_b(const struct product *p, uint32_t n, uint32_t k)
-{
-	if (p->bf16)
-		return hopper_half<true>(*(const uint16_t *)product_at(p->b, n, k * 2));
-	if (p->rows)
-		return kvk_e4m3_decode(*product_at(p->b, n, k));
-	return hopper_half<false>(*(const uint16_t *)product_at(p->b, n, k * 2));
-}
-
-static float product_a(const struct product *p, uint32_t row, uint32_t k)
-{
-	const uint32_t lane = row % 8 * 4 + k % 8 / 2;
-
-	if (p->bf16)
-		return hopper_half<true>(
-			*(const uint16_t *)product_at(p->rows, row, k * 2));
-	if (p->rows)
-		return kvk_e4m3_decode(*product_at(p->rows, row, k));
-	return hopper_half<false>(p->a[lane][k / 8 * 2 + row / 8] >> k % 2 * 16);
-}
-
-static void product_run(const struct product *p)
-{
-	for (uint32_t i = 0; i < 16 * p->n; i++) {
-		const uint32_t row = i % 16, col = i / 16,
-			       depth = p->rows && !p->bf16 ? 32 : 16;
-		float *d = &p->d[row % 8 * 4 + col % 8 / 2]
-				[col / 8 * 4 + row / 8 * 2 + col % 2];
-		double sum = p->use_d ? *d : 0.0;
-
-		for (uint32_t k = 0; k < depth; k++)
-			sum += (double)product_a(p, row, k) * product_b(p, col, k);
-		*d = (float)sum;
-	}
 }
 
 void hopper_product_wait(uint32_t but_latest)
@@ -504,6 +504,7 @@ static void fibers_run(std::vector<struct fiber> &fibers)
 			left -= f->ended;
 		}
 		copies_step();
+		clocks += ROUND_CLOCKS;
 		idle = nr_events == before ? idle + 1 : 0;
 		if (idle > IDLE_MAX) {
 			fprintf(stderr, "nothing happens any more; %zu threads left\n",
@@ -521,7 +522,7 @@ static void blocks_run(dim3 grid, uint32_t first, uint32_t nr, uint32_t nr_threa
 
 	together = blocks.data();
 	nr_together = nr;
-	cluster_all = {0, 0};
+	cluster_all = {};
 	while (stacks.size() < fibers.size())
 		stacks.push_back((uint8_t *)aligned_alloc(4096, STACK_BYTES));
 	for (uint32_t i = 0; i < nr; i++) {
@@ -548,7 +549,8 @@ static void blocks_run(dim3 grid, uint32_t first, uint32_t nr, uint32_t nr_threa
 void hopper_launch(dim3 grid, dim3 block, std::function<void()> thread, unsigned cluster)
 {
 	const uint32_t nr = grid.x * grid.y * grid.z;
-	const uint32_t at_once = nr <= BLOCKS_AT_ONCE && cluster == 1 ? nr : cluster;
+	const uint32_t room = max((int)BLOCKS_AT_ONCE, hopper_nr_sms);
+	const uint32_t at_once = nr <= room && cluster == 1 ? nr : cluster;
 
 	HOPPER_CHECK(cluster && cluster <= 8 && grid.x % cluster == 0);
 

@@ -15,6 +15,12 @@ void hopper_seed(uint64_t seed);
 /** hopper_is() - from now on the device is of this compute capability; 9 at first */
 void hopper_is(int major);
 
+/**
+ * hopper_has_sms() - from now on the device has so many SMs; 3 at first. As many blocks run at
+ * once, if a launch has no more.
+ */
+void hopper_has_sms(int nr);
+
 #ifdef __cplusplus
 }
 #endif

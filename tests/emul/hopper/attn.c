@@ -1,0 +1,390 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn.c - decode attention as Hopper would run it, on the CPU (machine.cc): random shapes and
+ * steps against the host's reference, units cut between many CTAs, and what the rules of P5
+ * keep it from reading. Of MLA only up to 16 query rows a token, and more on BF16 pages.
+ */
+#include "tests/kvt.h"
+#include "machine.h"
+#include "tests/kernels/common.h"
+#include "tests/kernels/attn_world.h"
+
+#define STEP_MAX 12u
+
+/* Tokens of each request, and how many of them ask. */
+struct step {
+	u32 nr;
+	u32 lengths[STEP_MAX], q[STEP_MAX];
+};
+
+struct shape {
+	u32 dtype, scale_kind;
+	u32 heads;
+	u32 kv_heads; /* 0: MLA */
+	u32 head_dim;
+	u32 q_max;
+	u32 flags;
+};
+
+#define GQA(dtype, scales, heads, kv_heads, dim)                                \
+	{                                                                       \
+		KV_DTYPE_##dtype, KV_SCALE_##scales, heads, kv_heads, dim, 4, 0 \
+	}
+#define MLA(dtype, scales, heads, q_max, flags)                                \
+	{                                                                      \
+		KV_DTYPE_##dtype, KV_SCALE_##scales, heads, 0, 0, q_max, flags \
+	}
+
+static const struct shape gqa_shapes[] = {
+	GQA(E4M3, TOKEN, 96, 8, 128),  GQA(E4M3, STATIC, 96, 8, 128),
+	GQA(E4M3, TOKEN, 64, 8, 128),  GQA(E4M3, TOKEN, 12, 1, 128),
+	GQA(E4M3, STATIC, 12, 1, 128), GQA(E4M3, TOKEN, 6, 6, 128),
+	GQA(E4M3, TOKEN, 96, 8, 64),   GQA(E4M3, STATIC, 12, 1, 64),
+	GQA(E4M3, TOKEN, 6, 6, 64),    GQA(BF16, NONE, 96, 8, 128),
+	GQA(BF16, NONE, 12, 1, 128),   GQA(BF16, NONE, 64, 8, 64),
+	GQA(BF16, NONE, 6, 6, 64),
+};
+
+static const struct shape mla_shapes[] = {
+	MLA(E4M3, TOKEN, 8, 1, 0),  MLA(E4M3, TOKEN, 8, 2, 0),
+	MLA(E4M3, TOKEN, 16, 1, 0), MLA(E4M3, STATIC, 8, 1, 0),
+	MLA(E4M3, STATIC, 4, 4, 0), MLA(E4M3, TOKEN, 5, 3, 0),
+	MLA(BF16, NONE, 8, 1, 0),   MLA(BF16, NONE, 8, 2, 0),
+	MLA(BF16, NONE, 16, 1, 0),  MLA(BF16, NONE, 2, 4, 0),
+};
+
+static const struct shape tile_shapes[] = {
+	MLA(BF16, NONE, 64, 1, 0),
+	MLA(BF16, NONE, 64, 1, KVK_ATTN_FAST),
+	MLA(BF16, NONE, 20, 3, 0),
+};
+
+static struct kv_layout layout_of(const struct shape *s)
+{
+	return s->kv_heads ? kvt_layout_gqa(s->dtype, s->scale_kind, 2, s->kv_heads,
+					    s->head_dim)
+			   : kvt_layout_mla(s->dtype, s->scale_kind, 2);
+}
+
+/* Somebody asks. */
+static struct step step_random(u32 nr, u32 q_max)
+{
+	static const u32 tops[] = {1, 5, 65, 65, 200, 330};
+	struct step t = {.nr = nr};
+
+	for (u32 r = 0; r < nr; r++) {
+		t.lengths[r] = kvt_rand_below(tops[kvt_rand_below(6)]) + !r;
+		t.q[r] = r ? kvt_rand_below(q_max + 1) : 1 + kvt_rand_below(q_max);
+		t.q[r] = KV_MIN(t.q[r], t.lengths[r]);
+	}
+	return t;
+}
+
+static void make(struct world *w, const struct shape *s, const struct step *t)
+{
+	const struct kv_layout l = layout_of(s);
+	u32 pages = 1;
+
+	for (u32 r = 0; r < t->nr; r++)
+		pages += (t->lengths[r] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
+	world_init(w, &l, s->heads, pages, t->lengths, t->q, t->nr);
+	run_host(w, s->heads, l.nr_layers - 1);
+}
+
+/* Of the bytes behind the output none changes. */
+static void run(struct world *w, const struct shape *s, u32 flags)
+{
+	const u8 *end = (const u8 *)w->dev.out + w->nr_out * sizeof(float);
+
+	hopper_seed(kvt_rand64());
+	run_device(w, s->flags | flags, false);
+	for (u32 i = 0; i < 64; i++)
+		KVT_EXPECT_EQ(end[i], 0xff);
+}
+
+static void check(struct world *w, const struct shape *s, const char *what)
+{
+	const double limit = s->flags & KVK_ATTN_FAST ? 2.1e-3 : 1e-3;
+
+	expect_close(w, what, s->heads, s->kv_heads, limit);
+}
+
+static float *keep(const struct world *w)
+{
+	float *p = malloc(w->nr_out * sizeof(float));
+
+	return memcpy(p, w->out, w->nr_out * sizeof(float));
+}
+
+static void same(const struct world *w, const float *first)
+{
+	KVT_EXPECT(!memcmp(first, w->out, w->nr_out * sizeof(float)));
+}
+
+/* ------------------------------------------------------------------------ right answers */
+
+/* Any step, on any number of SMs; again with the schedule it has, and with a new one. */
+static void shapes(const struct shape *s, u32 nr, u32 nr_requests)
+{
+	for (u32 i = 0; i < nr; i++) {
+		struct step t = step_random(1 + kvt_rand_below(nr_requests), s[i].q_max);
+		struct world w;
+		float *first;
+
+		hopper_has_sms(1 + (int)kvt_rand_below(8));
+		make(&w, &s[i], &t);
+		run(&w, &s[i], 0);
+		check(&w, &s[i], "heads/kv heads");
+		first = keep(&w);
+		run(&w, &s[i], i % 2 ? KVK_ATTN_PLAN : 0);
+		same(&w, first);
+		free(first);
+		world_fini(&w);
+	}
+}
+
+KVT_TEST(hopper_attn_gqa)
+{
+	shapes(gqa_shapes, KV_ARRAY_SIZE(gqa_shapes), 6);
+}
+
+KVT_TEST(hopper_attn_mla)
+{
+	shapes(mla_shapes, KV_ARRAY_SIZE(mla_shapes), 6);
+}
+
+KVT_TEST(hopper_attn_mla_wgmma)
+{
+	shapes(tile_shapes, KV_ARRAY_SIZE(tile_shapes), 3);
+}
+
+/* One request, cut into a part an SM: reruns are equal to the bit whoever comes first. */
+static void cut(const struct shape *s, u32 length, int nr_sms, u32 nr_runs, u32 late)
+{
+	const struct step t = {1, {length}, {1}};
+	struct world w;
+	float *first;
+
+	hopper_has_sms(nr_sms);
+	make(&w, s, &t);
+	run(&w, s, 0);
+	check(&w, s, "one request, heads/kv heads");
+	first = keep(&w);
+	for (u32 i = 0; i < nr_runs; i++) {
+		run(&w, s, KVK_ATTN_PLAN | (i % 3 ? late : 0));
+		same(&w, first);
+	}
+	free(first);
+	world_fini(&w);
+}
+
+KVT_TEST(hopper_attn_one_request_on_all_sms)
+{
+	static const struct shape s[] = {
+		GQA(E4M3, TOKEN, 12, 1, 128), GQA(E4M3, STATIC, 16, 2, 128),
+		GQA(BF16, NONE, 12, 1, 128),  MLA(E4M3, TOKEN, 8, 1, 0),
+		MLA(E4M3, STATIC, 16, 1, 0),  MLA(BF16, NONE, 8, 1, 0),
+		MLA(BF16, NONE, 64, 1, 0),
+	};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(s); i++)
+		cut(&s[i], i < 3 ? 64 * 40 - 7 : 64 * 7 - 60, 7, 2, 0);
+}
+
+/* A merge of more parts than a warp reads at once. */
+KVT_TEST(hopper_attn_many_parts)
+{
+	static const struct shape s[] = {GQA(E4M3, TOKEN, 12, 1, 128),
+					 MLA(E4M3, TOKEN, 8, 1, 0)};
+
+	cut(&s[0], 64 * 92 - 1, 23, 1, 0);
+	cut(&s[1], 64 * 23 - 1, 23, 1, 0);
+}
+
+/* CTAs that begin when the others' patience is over: those leave them their slices. */
+KVT_TEST(hopper_attn_late_ctas_merge_what_the_others_left)
+{
+	static const struct shape s[] = {GQA(E4M3, TOKEN, 12, 1, 128),
+					 GQA(E4M3, STATIC, 8, 2, 128)};
+
+	cut(&s[0], 64 * 28 - 5, 7, 4, KVK_ATTN_LATE);
+	cut(&s[1], 64 * 28 - 5, 8, 4, KVK_ATTN_LATE);
+}
+
+/* Queries that BF16 holds give the F32 answer, rounded once; every element is looked at. */
+KVT_TEST(hopper_attn_bf16_activations)
+{
+	static const struct shape s[] = {
+		GQA(E4M3, TOKEN, 96, 8, 128), GQA(E4M3, TOKEN, 12, 1, 128),
+		GQA(BF16, NONE, 6, 6, 64),    MLA(E4M3, TOKEN, 5, 2, 0),
+		MLA(BF16, NONE, 16, 1, 0),    MLA(BF16, NONE, 20, 1, 0),
+	};
+	static const struct step t = {4, {130, 64, 3, 65}, {1, 1, 1, 1}};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(s); i++) {
+		struct world w;
+		float *first;
+		u16 *q;
+
+		hopper_has_sms(4);
+		make(&w, &s[i], &t);
+		run(&w, &s[i], 0);
+		check(&w, &s[i], "f32, heads/kv heads");
+		first = keep(&w);
+		q = malloc(w.nr_q * sizeof(u16));
+		for (size_t k = 0; k < w.nr_q; k++)
+			q[k] = kvt_to_bf16(w.q[k]);
+		w.dev.q = to_device(&w, 8, q, w.nr_q * sizeof(u16));
+		w.dev.act_dtype = KVK_BF16;
+		run(&w, &s[i], 0);
+		for (size_t k = 0; k < w.nr_out; k++)
+			KVT_EXPECT_EQ(((const u16 *)w.dev.out)[k], kvt_to_bf16(first[k]));
+		free(q);
+		free(first);
+		world_fini(&w);
+	}
+}
+
+KVT_TEST(hopper_attn_shared_pages)
+{
+	static const struct shape s[] = {
+		GQA(E4M3, TOKEN, 12, 1, 128), GQA(BF16, NONE, 6, 6, 64),
+		MLA(E4M3, TOKEN, 8, 1, 0), MLA(BF16, NONE, 16, 1, 0)};
+	static const struct step t = {3, {200, 150, 70}, {1, 1, 1}};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(s); i++) {
+		struct world w;
+
+		hopper_has_sms(5);
+		make(&w, &s[i], &t);
+		for (u32 r = 1; r < 3; r++)
+			w.f.rows[w.f.row_start[r]].pfn = w.f.rows[0].pfn;
+		w.f.rows[w.f.row_start[1] + 1].pfn = w.f.rows[2].pfn;
+		upload(&w, s[i].heads, 1);
+		run_host(&w, s[i].heads, 1);
+		run(&w, &s[i], 0);
+		check(&w, &s[i], "shared pages, heads/kv heads");
+		world_fini(&w);
+	}
+}
+
+/* --------------------------------------------------------------------------- P5, design 5 */
+
+static const struct shape rule_shapes[] = {
+	GQA(E4M3, TOKEN, 12, 1, 128), GQA(E4M3, TOKEN, 64, 8, 128),
+	GQA(E4M3, STATIC, 6, 6, 64),  GQA(BF16, NONE, 12, 1, 128),
+	MLA(E4M3, TOKEN, 8, 1, 0),    MLA(E4M3, TOKEN, 16, 1, 0),
+	MLA(BF16, NONE, 8, 1, 0),     MLA(BF16, NONE, 64, 1, 0),
+};
+
+/* Four requests: SHORT has a page, LONG many parts. */
+enum { SHORT = 1, LONG = 2 };
+static const struct step rule_step = {4, {70, 40, 320, 65}, {1, 1, 1, 1}};
+
+/*
+ * The request has NaN and nothing else; the others are as they were, to the bit. Not those of
+ * MLA with 8 rows, where two teams of warps take turns over all pages that a CTA reads: a page
+ * less, and the next request's go to the other team, whose sums meet in the other order.
+ */
+static void alone(struct world *w, u32 bad, const float *first)
+{
+	const size_t per = w->nr_out / w->f.batch.nr_tokens;
+
+	KVT_EXPECT_EQ(kvt_nr_finite(w->out + bad * per, per), 0);
+	memcpy(w->out + bad * per, first + bad * per, per * sizeof(float));
+	if (w->f.pages.layout.kind == KV_LAYOUT_MLA && w->dev.nr_q_heads <= 8)
+		KVT_EXPECT(rel_err(w->out, first, w->nr_out) < 1e-6);
+	else
+		same(w, first);
+}
+
+/* Each way to fail; its pages are good, or reading one would be the end. */
+KVT_TEST(hopper_attn_failed_request)
+{
+	for (u32 i = 0; i < KV_ARRAY_SIZE(rule_shapes); i++)
+		for (u32 bad = SHORT; bad <= LONG; bad++) {
+			const struct shape *s = &rule_shapes[i];
+			struct world w;
+			float *first;
+
+			hopper_has_sms(3 + (int)bad);
+			make(&w, s, &rule_step);
+			run(&w, s, 0);
+			check(&w, s, "before, heads/kv heads");
+			first = keep(&w);
+			verdict_fail(&w.f, bad, (i + bad) % 4);
+			if (i % 3 == 2)
+				w.f.rows[w.f.row_start[bad]].pfn = 0x7fffffff;
+			upload(&w, s->heads, 1);
+			run(&w, s, 0);
+			alone(&w, bad, first);
+			free(first);
+			world_fini(&w);
+		}
+}
+
+/* The check kernel has passed it, and memory is there, but the pool ends before its last page. */
+static void row_outside(const struct shape *s, int nr_sms)
+{
+	struct world w;
+	u32 top = 0, bad = 0;
+	float *first;
+
+	hopper_has_sms(nr_sms);
+	make(&w, s, &rule_step);
+	run(&w, s, 0);
+	first = keep(&w);
+	for (u32 i = 1; i < w.f.row_start[rule_step.nr]; i++)
+		top = w.f.rows[i].pfn > w.f.rows[top].pfn ? i : top;
+	while (w.f.row_start[bad + 1] <= top)
+		bad++;
+	w.f.pages.geometry.nr_pages = w.f.rows[top].pfn;
+	upload(&w, s->heads, 1);
+	run(&w, s, 0);
+	alone(&w, bad, first);
+	w.f.rows[top].pfn = 0x7fffffff; /* reading it would be the end */
+	upload(&w, s->heads, 1);
+	run(&w, s, 0);
+	alone(&w, bad, first);
+	free(first);
+	world_fini(&w);
+}
+
+KVT_TEST(hopper_attn_row_outside_the_pool)
+{
+	for (u32 i = 0; i < KV_ARRAY_SIZE(rule_shapes); i++)
+		for (int nr_sms = 3; nr_sms < 6; nr_sms += 2)
+			row_outside(&rule_shapes[i], nr_sms);
+}
+
+/* A token more than there are rows. What would be read of it is zeros, not NaN already. */
+static void length_beyond(const struct shape *s, u32 bad)
+{
+	const struct kv_layout l = layout_of(s);
+	struct world w;
+	size_t per;
+	u32 nr_rows;
+
+	hopper_has_sms(3 + (int)bad);
+	make(&w, s, &rule_step);
+	nr_rows = w.f.row_start[bad + 1] - w.f.row_start[bad];
+	w.f.lengths[bad] = nr_rows * KV_PAGE_TOKENS + 1;
+	memset(kvt_paged_part(&w.f, bad, (nr_rows - 1) * KV_PAGE_TOKENS, 0), 0,
+	       kv_page_bytes(&l));
+	upload(&w, s->heads, 1);
+	run(&w, s, 0);
+	per = w.nr_out / w.f.batch.nr_tokens;
+	KVT_EXPECT_EQ(kvt_nr_finite(w.out + bad * per, per), 0);
+	memcpy(w.out + bad * per, w.ref + bad * per, per * sizeof(float));
+	check(&w, s, "beside a wrong length, heads/kv heads");
+	world_fini(&w);
+}
+
+KVT_TEST(hopper_attn_length_beyond_the_rows)
+{
+	for (u32 i = 0; i < KV_ARRAY_SIZE(rule_shapes); i++)
+		for (u32 bad = SHORT; bad <= LONG; bad++)
+			length_beyond(&rule_shapes[i], bad);
+}
+
+KVT_MAIN()
