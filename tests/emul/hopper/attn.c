@@ -158,23 +158,52 @@ KVT_TEST(hopper_attn_mla_wgmma)
 	shapes(tile_shapes, KV_ARRAY_SIZE(tile_shapes), 3);
 }
 
-/* One request, cut into a part an SM: reruns are equal to the bit whoever comes first. */
+/* Other queries for the same step: the same ones backwards. */
+static void turn(struct world *w)
+{
+	for (size_t i = 0; i < w->nr_q / 2; i++) {
+		const float v = w->q[i];
+
+		w->q[i] = w->q[w->nr_q - 1 - i];
+		w->q[w->nr_q - 1 - i] = v;
+	}
+	to_device(w, 8, w->q, w->nr_q * sizeof(float));
+}
+
+/*
+ * One request, cut into a part an SM: equal to the bit whoever comes first. The layers of a step
+ * have one schedule and queries of their own: what a slot still holds of the last layer but one,
+ * or of the last step, is not this one's.
+ */
 static void cut(const struct shape *s, u32 length, int nr_sms, u32 nr_runs, u32 late)
 {
 	const struct step t = {1, {length}, {1}};
+	u32 now = 1;
 	struct world w;
-	float *first;
+	float *first[2];
 
 	hopper_has_sms(nr_sms);
 	make(&w, s, &t);
-	run(&w, s, 0);
-	check(&w, s, "one request, heads/kv heads");
-	first = keep(&w);
-	for (u32 i = 0; i < nr_runs; i++) {
-		run(&w, s, KVK_ATTN_PLAN | (i % 3 ? late : 0));
-		same(&w, first);
+	for (u32 k = 0; k < 2; k++) {
+		if (k)
+			turn(&w);
+		run_host(&w, s->heads, 1);
+		run(&w, s, 0);
+		check(&w, s, "one request, heads/kv heads");
+		first[k] = keep(&w);
 	}
-	free(first);
+	for (u32 i = 0; i < nr_runs; i++) { /* 1 0 0 1 1 ... */
+		if ((i + 3) / 2 % 2 != now)
+			turn(&w);
+		now = (i + 3) / 2 % 2;
+		run(&w, s, KVK_ATTN_PLAN | (i % 3 ? late : 0));
+		same(&w, first[now]);
+	}
+	turn(&w);
+	run(&w, s, 0);
+	same(&w, first[!now]);
+	free(first[0]);
+	free(first[1]);
 	world_fini(&w);
 }
 
@@ -188,7 +217,32 @@ KVT_TEST(hopper_attn_one_request_on_all_sms)
 	};
 
 	for (u32 i = 0; i < KV_ARRAY_SIZE(s); i++)
-		cut(&s[i], i < 3 ? 64 * 40 - 7 : 64 * 7 - 60, 7, 2, 0);
+		cut(&s[i], i < 3 ? 64 * 40 - 7 : 64 * 7 - 60, 7, 3, 0);
+}
+
+/* More segments than a CTA keeps descriptions of. */
+KVT_TEST(hopper_attn_many_requests_on_few_sms)
+{
+	static const struct shape s[] = {
+		GQA(E4M3, TOKEN, 12, 1, 128), GQA(E4M3, TOKEN, 8, 4, 64),
+		GQA(BF16, NONE, 6, 6, 64),    MLA(E4M3, TOKEN, 8, 1, 0),
+		MLA(BF16, NONE, 16, 1, 0),    MLA(BF16, NONE, 64, 1, 0),
+	};
+	struct step t = {.nr = STEP_MAX};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(s); i++) {
+		struct world w;
+
+		for (u32 r = 0; r < STEP_MAX; r++) {
+			t.lengths[r] = 1 + kvt_rand_below(r % 4 ? 64 : 100);
+			t.q[r] = 1;
+		}
+		hopper_has_sms(1 + (int)i % 2);
+		make(&w, &s[i], &t);
+		run(&w, &s[i], 0);
+		check(&w, &s[i], "many requests, heads/kv heads");
+		world_fini(&w);
+	}
 }
 
 /* A merge of more parts than a warp reads at once. */

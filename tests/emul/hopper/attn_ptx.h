@@ -253,6 +253,11 @@ KVK_DEV uint32_t movmatrix_trans(uint32_t v)
 void hopper_product_turned(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b,
 			   uint32_t block);
 
+/* 16 bytes, or zeros; those of a thread that are not there yet arrive together, as one of @bar. */
+void hopper_piece(uint32_t dst, const void *src);
+void hopper_pieces_arrive(uint32_t bar);
+void hopper_pieces_wait(void);
+
 KVK_DEV void wg_fence(void)
 {
 	wgm_fence();
@@ -297,19 +302,17 @@ KVK_DEV void feed_prefetch(const uint8_t *src, uint32_t bytes)
 
 KVK_DEV void feed_copy(uint32_t dst, const uint8_t *src, bool in, uint64_t)
 {
-	if (in)
-		ptx_copy16(dst, src);
-	else
-		memset(hopper_shared() + dst, 0, 16);
+	hopper_piece(dst, in ? src : NULL);
 }
 
 KVK_DEV void feed_copied(uint64_t *bar)
 {
-	mbar_arrive(bar);
+	hopper_pieces_arrive(smem_addr(bar));
 }
 
 KVK_DEV void feed_wait(void)
 {
+	hopper_pieces_wait();
 }
 
 #endif /* HOPPER_ATTN_PTX_H */

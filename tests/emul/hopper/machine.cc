@@ -5,7 +5,8 @@
  * The blocks of a small grid run at the same time (a persistent kernel's blocks wait for each
  * other), as do those of a cluster; those of a larger one one after another. Each thread is a fiber with a stack; it
  * runs until it ends or gives way: at a barrier of its block or warp, at an mbarrier, at a
- * flag in global memory. Fibers take turns from a place that differs from round to round.
+ * flag in global memory. Fibers take turns from a place that differs from round to round, and
+ * some warp stays behind for a number of rounds.
  * Bulk copies complete after some rounds, in any order; products of a warpgroup when somebody
  * waits for them.
  *
@@ -22,19 +23,20 @@
 #include <vector>
 #include "machine.h"
 #include "product.h"
+#include "tensor.h"
 
 hopper_index threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
 enum {
 	NR_BARRIERS = 16,
-	BOX = 128,
 	STACK_BYTES = 128 << 10,
 	SHARED_BYTES = 288 << 10,
 	STATIC_AT = 236 << 10, /* __shared__ variables, behind what a launch asks for */
 	BLOCKS_AT_ONCE = 4,    /* or an SM's each, whichever is more */
 	ROUND_CLOCKS = 100,    /* what a look at each thread takes */
-	IDLE_MAX = 20000,      /* rounds in which nothing happened */
+	HOLD_ROUNDS = 64,
+	IDLE_MAX = 20000, /* rounds in which nothing happened */
 };
 
 struct barrier {
@@ -58,6 +60,11 @@ struct block {
 	uint32_t nr_live; /* threads that have not ended */
 };
 
+struct piece {
+	uint32_t dst;
+	const void *src; /* NULL: zeros */
+};
+
 struct fiber {
 	void *sp;
 	struct block *block;
@@ -65,6 +72,8 @@ struct fiber {
 	size_t static_bytes;
 	uint64_t cluster_opened; /* when it arrived at the cluster's barrier */
 	bool ended;
+	uint32_t nr_groups;		  /* of its pieces, under way */
+	std::vector<struct piece> pieces; /* not in a group yet */
 };
 
 struct copy {
@@ -73,6 +82,8 @@ struct copy {
 	const void *src; /* @map: not used */
 	const CUtensorMap *map;
 	uint64_t col, row, batch; /* col: bytes */
+	struct fiber *thread;	  /* whose pieces these are: instead of all that */
+	std::vector<struct piece> pieces;
 };
 
 static struct fiber *running;
@@ -84,7 +95,7 @@ static uint64_t random_state = 1, nr_events;
 static long long clocks;
 static struct block
 	*together; /* the blocks that run now: a cluster, where there is one */
-static uint32_t nr_together;
+static uint32_t nr_together, nr_ended; /* the latter: threads */
 static struct barrier cluster_all;
 
 /* Keeps what a call keeps on the stack, leaves the stack in *@save and goes on with @load. */
@@ -220,14 +231,13 @@ uint8_t *hopper_shared(void)
 	return running->block->shared;
 }
 
-/* Threads that have ended are not waited for. */
-static uint32_t cluster_live(void)
+/* A thread that has ended counts as one that has come, in this phase and in all that follow. */
+static void cluster_enter(void)
 {
-	uint32_t nr = 0;
-
-	for (uint32_t i = 0; i < nr_together; i++)
-		nr += together[i].nr_live;
-	return nr;
+	if (++cluster_all.arrived < nr_together * blockDim.x)
+		return;
+	barrier_open(&cluster_all);
+	cluster_all.arrived = nr_ended;
 }
 
 void hopper_cluster_barrier(void)
@@ -239,7 +249,7 @@ void hopper_cluster_barrier(void)
 void hopper_cluster_arrive(void)
 {
 	running->cluster_opened = cluster_all.opened;
-	barrier_enter(&cluster_all, cluster_live());
+	cluster_enter();
 }
 
 void hopper_cluster_wait(void)
@@ -261,8 +271,9 @@ static void fiber_main(void)
 	running->ended = true;
 	running->block->nr_live--;
 	nr_events++;
-	if (cluster_all.arrived && cluster_all.arrived == cluster_live())
-		barrier_open(&cluster_all);
+	nr_ended++;
+	if (running->cluster_opened != cluster_all.opened)
+		cluster_enter();
 	for (;;)
 		hopper_yield();
 }
@@ -283,7 +294,8 @@ void *hopper_static(size_t bytes)
 void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
 {
 	HOPPER_CHECK(dst + bytes <= STATIC_AT);
-	copies.push_back({hopper_shared(), dst, bytes, bar, src, NULL, 0, 0, 0});
+	copies.push_back(
+		{hopper_shared(), dst, bytes, bar, src, NULL, 0, 0, 0, NULL, {}});
 }
 
 void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr_dims,
@@ -295,73 +307,69 @@ void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr
 	HOPPER_CHECK(nr_dims == m->nr_dims);
 	HOPPER_CHECK(dst % 1024 == 0 && dst + m->box_rows * BOX <= STATIC_AT &&
 		     col >= 0 && row >= 0 && batch >= 0);
-	copies.push_back({hopper_shared(), dst, m->box_rows * BOX, bar, NULL, m,
-			  (uint64_t)col * m->value_bytes, (uint64_t)row,
-			  (uint64_t)batch});
+	copies.push_back({hopper_shared(),
+			  dst,
+			  m->box_rows * BOX,
+			  bar,
+			  NULL,
+			  m,
+			  (uint64_t)col * m->value_bytes,
+			  (uint64_t)row,
+			  (uint64_t)batch,
+			  NULL,
+			  {}});
 }
 
-CUresult hopper_encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t nr_dims,
-		       void *base, const cuuint64_t *dims, const cuuint64_t *strides,
-		       const cuuint32_t *box, const cuuint32_t *, CUtensorMapInterleave,
-		       CUtensorMapSwizzle, CUtensorMapL2promotion,
-		       CUtensorMapFloatOOBfill)
+/* 16 bytes to @dst, some time before the thread's next group arrives. */
+void hopper_piece(uint32_t dst, const void *src)
 {
-	const uint32_t bytes = type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2 : 1;
-
-	if ((uintptr_t)base % 16 || nr_dims < 3 || nr_dims > 5 || box[0] * bytes != BOX ||
-	    !box[1] || box[1] > 256)
-		return CUDA_ERROR_INVALID_VALUE;
-	for (cuuint32_t i = 1; i < nr_dims; i++)
-		if (strides[i - 1] % 16 || (i > 1 && box[i] != 1) ||
-		    (i > 2 && dims[i] != 1))
-			return CUDA_ERROR_INVALID_VALUE;
-	map->base = (const uint8_t *)base;
-	map->row_bytes = dims[0] * bytes;
-	map->rows = dims[1];
-	map->batch = dims[2];
-	map->row_stride = strides[0];
-	map->batch_stride = strides[1];
-	map->nr_dims = nr_dims;
-	map->value_bytes = bytes;
-	map->box_rows = box[1];
-	return CUDA_SUCCESS;
+	HOPPER_CHECK(dst % 16 == 0 && (uintptr_t)src % 16 == 0 && dst + 16 <= STATIC_AT);
+	running->pieces.push_back({dst, src});
 }
 
-/* A box: piece c of 16 bytes of row r at c ^ (r & 7); zeros outside the tensor. */
-static void copy_box(const struct copy *c)
+void hopper_pieces_arrive(uint32_t bar)
 {
-	const CUtensorMap *m = c->map;
+	struct copy c = {hopper_shared(), 0, 0, bar, NULL, NULL, 0, 0, 0, running, {}};
 
-	for (uint32_t i = 0; i < m->box_rows * 8; i++) {
-		const uint64_t r = i / 8, piece = i % 8, col = c->col + piece * 16;
-		uint8_t *dst = c->shared + c->dst + r * BOX + (piece ^ (r & 7)) * 16;
+	c.pieces.swap(running->pieces);
+	running->nr_groups++;
+	copies.push_back(c);
+}
 
-		memset(dst, 0, 16);
-		if (c->row + r < m->rows && c->batch < m->batch &&
-		    col + 16 <= m->row_bytes)
-			memcpy(dst,
-			       m->base + c->batch * m->batch_stride +
-				       (c->row + r) * m->row_stride + col,
-			       16);
-	}
+void hopper_pieces_wait(void)
+{
+	while (running->nr_groups)
+		hopper_yield();
+}
+
+static void copy_pieces(const struct copy *c)
+{
+	for (const struct piece &p : c->pieces)
+		if (p.src)
+			memcpy(c->shared + p.dst, p.src, 16);
+		else
+			memset(c->shared + p.dst, 0, 16);
+	c->thread->nr_groups--;
 }
 
 /* Some of the copies that are under way arrive. */
 static void copies_step(void)
 {
 	for (size_t i = 0; i < copies.size();) {
-		const struct copy c = copies[i];
+		struct copy &c = copies[i];
 
 		if (random_next() % 3) {
 			i++;
 			continue;
 		}
-		if (c.map)
-			copy_box(&c);
+		if (c.thread)
+			copy_pieces(&c);
+		else if (c.map)
+			tensor_box(c.map, c.shared + c.dst, c.col, c.row, c.batch);
 		else
 			memcpy(c.shared + c.dst, c.src, c.bytes);
-		hopper_mbar_step((struct hopper_mbar *)(c.shared + c.bar), 0,
-				 -(int32_t)c.bytes);
+		hopper_mbar_step((struct hopper_mbar *)(c.shared + c.bar),
+				 c.thread ? 1 : 0, -(int32_t)c.bytes);
 		copies[i] = copies.back();
 		copies.pop_back();
 		nr_events++;
@@ -480,22 +488,28 @@ static void fiber_make(struct fiber *f, struct block *b, uint32_t thread, uint8_
 	*--sp = (uint64_t)fiber_main;
 	for (int i = 0; i < 6; i++)
 		*--sp = 0;
-	*f = {sp, b, thread, 0, 0, false};
+	*f = {sp, b, thread, 0, ~0ull, false, 0, {}};
 }
 
 static void fibers_run(std::vector<struct fiber> &fibers)
 {
-	size_t left = fibers.size();
-	uint32_t idle = 0;
+	size_t left = fibers.size(), held = 0;
+	uint32_t idle = 0, hold = 0;
 
 	while (left) {
 		const uint64_t before = nr_events;
 		const size_t first = random_next() % fibers.size();
 
+		if (!hold--) { /* a warp stays behind for a while, then none, or another one */
+			hold = random_next() % HOLD_ROUNDS;
+			held = random_next() % 4 ? ~0ul
+						 : random_next() % fibers.size() / WARP;
+		}
 		for (size_t i = 0; i < fibers.size(); i++) {
-			struct fiber *f = &fibers[(first + i) % fibers.size()];
+			const size_t nr = (first + i) % fibers.size();
+			struct fiber *f = &fibers[nr];
 
-			if (f->ended)
+			if (f->ended || nr / WARP == held)
 				continue;
 			running = f;
 			threadIdx = {f->thread, 0, 0};
@@ -523,6 +537,7 @@ static void blocks_run(dim3 grid, uint32_t first, uint32_t nr, uint32_t nr_threa
 	together = blocks.data();
 	nr_together = nr;
 	cluster_all = {};
+	nr_ended = 0;
 	while (stacks.size() < fibers.size())
 		stacks.push_back((uint8_t *)aligned_alloc(4096, STACK_BYTES));
 	for (uint32_t i = 0; i < nr; i++) {
