@@ -9,7 +9,7 @@
 #include "tests/kernels/common.h"
 #include "tests/kernels/attn_world.h"
 
-#define STEP_MAX 12u
+#define STEP_MAX 48u
 
 /* Tokens of each request, and how many of them ask. */
 struct step {
@@ -220,7 +220,6 @@ KVT_TEST(hopper_attn_one_request_on_all_sms)
 		cut(&s[i], i < 3 ? 64 * 40 - 7 : 64 * 7 - 60, 7, 3, 0);
 }
 
-/* More segments than a CTA keeps descriptions of. */
 KVT_TEST(hopper_attn_many_requests_on_few_sms)
 {
 	static const struct shape s[] = {
@@ -228,12 +227,12 @@ KVT_TEST(hopper_attn_many_requests_on_few_sms)
 		GQA(BF16, NONE, 6, 6, 64),    MLA(E4M3, TOKEN, 8, 1, 0),
 		MLA(BF16, NONE, 16, 1, 0),    MLA(BF16, NONE, 64, 1, 0),
 	};
-	struct step t = {.nr = STEP_MAX};
+	struct step t = {.nr = 12};
 
 	for (u32 i = 0; i < KV_ARRAY_SIZE(s); i++) {
 		struct world w;
 
-		for (u32 r = 0; r < STEP_MAX; r++) {
+		for (u32 r = 0; r < t.nr; r++) {
 			t.lengths[r] = 1 + kvt_rand_below(r % 4 ? 64 : 100);
 			t.q[r] = 1;
 		}
@@ -375,6 +374,38 @@ KVT_TEST(hopper_attn_failed_request)
 			free(first);
 			world_fini(&w);
 		}
+}
+
+/*
+ * Nothing is copied for them: only the ring of segments holds the producer back. Of GQA as many as
+ * the ring has room for: with more, warps that no piece holds together can lose each other.
+ */
+KVT_TEST(hopper_attn_many_failed_requests_in_a_row)
+{
+	for (u32 i = 0; i < KV_ARRAY_SIZE(rule_shapes); i++) {
+		const struct shape *s = &rule_shapes[i];
+		const u32 nr = !s->kv_heads ? STEP_MAX : s->kv_heads == 6 ? 10 : 30;
+		struct step t = {.nr = nr};
+		struct world w;
+		size_t per, bad;
+
+		for (u32 r = 0; r < nr; r++) {
+			t.lengths[r] = 1 + (r == 0 || r + 1 == nr) * 99;
+			t.q[r] = 1;
+		}
+		hopper_has_sms(1);
+		make(&w, s, &t);
+		for (u32 r = 1; r + 1 < nr; r++)
+			verdict_fail(&w.f, r, r % 4);
+		upload(&w, s->heads, 1);
+		run(&w, s, 0);
+		per = w.nr_out / nr;
+		bad = w.nr_out - 2 * per;
+		KVT_EXPECT_EQ(kvt_nr_finite(w.out + per, bad), 0);
+		memcpy(w.out + per, w.ref + per, bad * sizeof(float));
+		check(&w, s, "beside failed requests, heads/kv heads");
+		world_fini(&w);
+	}
 }
 
 /* The check kernel has passed it, and memory is there, but the pool ends before its last page. */

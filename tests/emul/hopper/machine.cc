@@ -7,8 +7,8 @@
  * runs until it ends or gives way: at a barrier of its block or warp, at an mbarrier, at a
  * flag in global memory. Fibers take turns from a place that differs from round to round, and
  * some warp stays behind for a number of rounds.
- * Bulk copies complete after some rounds, in any order; products of a warpgroup when somebody
- * waits for them.
+ * Bulk copies complete after some rounds, in any order; products of a warpgroup at once, or not
+ * before somebody waits for them.
  *
  * What it shows beside the arithmetic and the addresses: that rings and barriers do not hang,
  * and that nobody reads a slot before its copy has come or overwrites one that is still read,
@@ -379,6 +379,19 @@ static void copies_step(void)
 /* ------------------------------------------------------------------- warpgroup products
  */
 
+/* All that a warp has asked for. */
+static void products_run(struct warp *w)
+{
+	for (const std::vector<struct product> &group : w->groups)
+		for (const struct product &p : group)
+			product_run(&p);
+	for (const struct product &p : w->open)
+		product_run(&p);
+	for (std::vector<struct product> &group : w->groups)
+		group.clear();
+	w->open.clear();
+}
+
 /* A warp's lanes agree on what is multiplied. @rows, @b: shared addresses, as lanes have them */
 static void product_open(float *d, const uint32_t (&a)[4], const struct product &how)
 {
@@ -399,6 +412,8 @@ static void product_open(float *d, const uint32_t (&a)[4], const struct product 
 			HOPPER_CHECK(w->lanes[i * 16 + 3] == mine[3]);
 		}
 		w->open.push_back(p);
+		if (random_next() % 4 == 0) /* a device may be as quick as that */
+			products_run(w);
 	}
 	hopper_warp_barrier();
 }
