@@ -87,6 +87,19 @@ static struct kvt_case **kvt_last __attribute__((unused)) = &kvt_first;
 			KVT_FAIL("expected: %s", #cond); \
 	} while (0)
 
+/* Look once a ms until somebody else has made @cond true. They may make it false again: what
+ * counts is the look that found it true. */
+#define expect_within(cond, ms)                                             \
+	do {                                                                \
+		bool is_ = (cond);                                          \
+		for (int i_ = 0; !is_ && i_ < (ms); i_++) {                 \
+			usleep(1000);                                       \
+			is_ = (cond);                                       \
+		}                                                           \
+		if (!is_)                                                   \
+			KVT_FAIL("expected within %d ms: %s", (ms), #cond); \
+	} while (0)
+
 #define KVT_EXPECT_EQ(a, b)                                                         \
 	do {                                                                        \
 		long long a_ = (long long)(a), b_ = (long long)(b);                 \

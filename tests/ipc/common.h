@@ -162,18 +162,6 @@ void raw_kick(struct ipc_raw *r);
 int raw_pop(struct ipc_raw *r, struct kv_cqe *ret, int ms);
 struct kv_cqe raw_call(struct ipc_raw *r, struct kv_sqe sqe);
 
-/* @cond may change under us: what counts is the evaluation that was true */
-#define expect_within(cond, ms)                                             \
-	do {                                                                \
-		bool is_ = (cond);                                          \
-		for (int i_ = 0; !is_ && i_ < (ms); i_++) {                 \
-			usleep(1000);                                       \
-			is_ = (cond);                                       \
-		}                                                           \
-		if (!is_)                                                   \
-			KVT_FAIL("expected within %d ms: %s", (ms), #cond); \
-	} while (0)
-
 /* Keepers end with us: their command line names us. */
 static inline pid_t ipc_keeper_pid(void)
 {

@@ -83,17 +83,4 @@ void fake_extent_add(struct fake *f, u32 index);
 void fake_extent_remove(struct fake *f, u32 index);
 void fake_send_revoke(struct fake *f, const struct kv_page_ref *refs, u32 nr);
 
-/** expect_within() - poll a condition that another thread makes true, and may make false again:
- * what counts is the evaluation that was true */
-#define expect_within(cond, ms)                                             \
-	do {                                                                \
-		bool is_ = (cond);                                          \
-		for (int i_ = 0; !is_ && i_ < (ms); i_++) {                 \
-			usleep(1000);                                       \
-			is_ = (cond);                                       \
-		}                                                           \
-		if (!is_)                                                   \
-			KVT_FAIL("expected within %d ms: %s", (ms), #cond); \
-	} while (0)
-
 #endif
