@@ -207,7 +207,7 @@ KVK_DEV void consume(const struct attn_params &p, uint32_t count, gqa_smem<HD, F
 		g = sm->segs[(i + 1) % SEG_RING];
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
-			atoms_add_release(&sm->segs_done, 1);
+			sts_release(&sm->segs_done[threadIdx.x / 32], i + 1);
 	}
 	finish_cta<HD, FP8, QUICK>(p, role, sm);
 }
@@ -222,9 +222,9 @@ KVK_DEV void init_shared(const struct attn_params &p, gqa_smem<HD, FP8> *sm)
 		mbar_init(&sm->full[i], 1);
 		mbar_init(&sm->empty[i], nm);
 	}
-	sm->issued = sm->segs_in = sm->segs_done = 0;
+	sm->issued = sm->segs_in = 0;
 	for (int i = 0; i < NR_WARPS; i++)
-		sm->arrived[i] = sm->merged[i] = 0;
+		sm->segs_done[i] = sm->arrived[i] = sm->merged[i] = 0;
 	for (int i = 0; i < 2; i++)
 		sm->pend[i].epoch = sm->pend[i].last = 0;
 	for (int i = 0; QUICK && i < 2; i++)

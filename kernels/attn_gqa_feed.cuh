@@ -58,9 +58,9 @@ template <int HD, bool FP8> struct gqa_smem {
 	struct gqa_seg segs[SEG_RING];		     /* written by the producer */
 	uint64_t full[C::LONG];
 	uint64_t empty[C::LONG];
-	uint32_t issued;	    /* pieces whose copies were started */
-	uint32_t segs_in;	    /* segments described in segs[] */
-	uint32_t segs_done;	    /* consumer warps that finished a segment, summed */
+	uint32_t issued;	      /* pieces whose copies were started */
+	uint32_t segs_in;	      /* segments described in segs[] */
+	uint32_t segs_done[NR_WARPS]; /* segments that each consumer warp has finished */
 	uint32_t arrived[NR_WARPS]; /* warps that left a result, per head and row block */
 	uint32_t merged[NR_WARPS];  /* segments merged, likewise */
 	uint32_t hbs;
@@ -135,8 +135,10 @@ KVK_DEV struct gqa_seg publish_seg(const struct attn_params &p,
 	g.ok = state != PLAN_FAILED;
 	g.poisoned = state == PLAN_POISONED;
 	g.nr_pieces = state == PLAN_OK ? g.s.nr_pages * cta.hbs : 0;
+	/* by all: where requests have failed nothing else keeps the warps together */
 	if (i >= SEG_RING)
-		spin_until(&sm->segs_done, NR_WARPS * (i - SEG_RING + 1) - 1);
+		spin_until(&sm->segs_done[threadIdx.x % NR_WARPS], i - SEG_RING);
+	__syncwarp();
 	if ((threadIdx.x & 31) == 0) {
 		sm->hbs = cta.hbs;
 		sm->segs[i % SEG_RING] = g;

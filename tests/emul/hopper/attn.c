@@ -376,15 +376,13 @@ KVT_TEST(hopper_attn_failed_request)
 		}
 }
 
-/*
- * Nothing is copied for them: only the ring of segments holds the producer back. Of GQA as many as
- * the ring has room for: with more, warps that no piece holds together can lose each other.
- */
+/* Nothing is copied for them: only the ring of segments holds the producer back. */
 KVT_TEST(hopper_attn_many_failed_requests_in_a_row)
 {
+	const u32 nr = STEP_MAX;
+
 	for (u32 i = 0; i < KV_ARRAY_SIZE(rule_shapes); i++) {
 		const struct shape *s = &rule_shapes[i];
-		const u32 nr = !s->kv_heads ? STEP_MAX : s->kv_heads == 6 ? 10 : 30;
 		struct step t = {.nr = nr};
 		struct world w;
 		size_t per, bad;
