@@ -142,10 +142,10 @@ template <int NTMAX, int WK, int G> struct moe_shape {
 	static constexpr uint32_t STAGE = 8u * BRICK;
 	/* bricks of columns in a chunk of the token ring */
 	static constexpr uint32_t XC1 = WK > 1 ? 8 : NTMAX == 1 ? 6 : 4;
-	/* tiles of up to 2 and 4 tokens with 4 and 2 scale groups side by side
-	 * (moe_int4_few.cuh), where a brick has as many; each one is code to fetch */
-	static constexpr bool SETS_4 = G == 32 && NTMAX == 1;
-	static constexpr bool SETS_2 = G <= 64 && NTMAX <= 2 && WK == 1;
+	/* tiles of up to 2 and 4 tokens with 4 and 2 scale groups, or shares of one, side by
+	 * side (moe_int4_few.cuh); each one is code to fetch */
+	static constexpr bool SETS_4 = NTMAX == 1;
+	static constexpr bool SETS_2 = NTMAX <= 2;
 	static constexpr uint32_t XC2 = WK > 1 ? 2 : XC1;
 	static constexpr enum moe_mode MODE2 = WK > 1 ? MOE_H32 : MOE_H16;
 	static constexpr uint32_t H_STEP = WK > 1 ? 512u : MOE_H_BRICK;

@@ -152,30 +152,53 @@ __device__ __forceinline__ uint32_t token_times(uint32_t b, uint32_t f)
  * token is stays in columns that nobody looks at. */
 template <int P> struct few_lane {
 	uint32_t low[P], high[P];
-	float inv; /* MOE_H32: of its token */
+	uint32_t own; /* high[] of its own set */
+	uint32_t at;  /* its token's columns, from where a brick's tokens begin */
+	float inv;    /* MOE_H32: of its token */
 	bool there;
 };
 
-template <int P, enum moe_mode MODE>
-__device__ __forceinline__ struct few_lane<P> few_lane_make(const float *inv,
-							    uint32_t n) {
+/* Neighbouring blocks of 32 columns that a set has: a scale group's, or its share of one. */
+template <int P, int G> constexpr int few_run(void)
+{
+	return G / 32 < 4 / P ? G / 32 : 4 / P;
+}
+
+/* The block of 32 columns that a lane's operand @i is of. */
+template <int P, int G> __device__ __forceinline__ uint32_t few_block(int i)
+{
+	constexpr int RUN = few_run<P, G>();
+	const uint32_t set = threadIdx.x % 32 / 4 / (8 / P);
+
+	return (i / RUN * P + set) * RUN + i % RUN;
+}
+
+template <int P, int G, enum moe_mode MODE>
+__device__ __forceinline__ struct few_lane<P> few_lane_make(const float *inv, uint32_t n,
+							    uint32_t xrow) {
 	constexpr uint32_t ONE = MODE == MOE_X ? 0x3f803f80u : 0x3c003c00u;
+	constexpr uint32_t HIGH = MODE == MOE_X ? MOE_X_HIGH : ONE;
+	constexpr uint32_t BYTES = MODE == MOE_H32 ? 4 : 2;
 	const uint32_t g = threadIdx.x % 32 / 4;
 	struct few_lane<P> f;
 
 	f.there = g % (8 / P) < n;
+	f.own = f.there ? HIGH : 0;
+	f.at = g % (8 / P) * xrow +
+	       (few_block<P, G>(0) * 32 + threadIdx.x % 4 * 8) * BYTES;
 #pragma unroll
 	for (uint32_t i = 0; i < P; i++) {
 		const bool mine = g / (8 / P) == i && f.there;
 
 		f.low[i] = mine ? ONE : 0;
-		f.high[i] = !mine ? 0 : MODE == MOE_X ? MOE_X_HIGH : ONE;
+		f.high[i] = mine ? HIGH : 0;
 		/* or they would be made anew for each brick */
 		if (P > 1 || MODE == MOE_X)
 			asm volatile("" : "+r"(f.low[i]), "+r"(f.high[i]));
 		if (MODE != MOE_X)
 			f.high[i] = f.low[i];
 	}
+	asm volatile("" : "+r"(f.own), "+r"(f.at));
 	f.inv = MODE == MOE_H32 ? inv[g % (8 / P)] : 1.0f;
 	return f;
 }
@@ -224,85 +247,94 @@ few_add(float (&acc)[2][1][4], const float (&s)[SUMS][4], const float (&sum)[SUM
 	}
 }
 
+/* What is too much, for the columns of a span: a lane's blocks @b are those of its set and no
+ * other set has them, so they need no mask. */
+template <int P, int RUN, enum moe_mode MODE>
+__device__ __forceinline__ void few_offset(float (&off)[4], const uint4 *b,
+					   const struct few_lane<P> &f)
+{
+	constexpr uint32_t O0 =
+		MODE == MOE_X ? 0xa308a308u : 0xe408e408u; /* - 136, - 1032 */
+	constexpr uint32_t O1 =
+		MODE == MOE_X ? 0x80808080u : 0xe480e480u; /* - 128, - 1152 */
+	const uint32_t offset[4] = {O0, O0, O1, O1};
+	const uint32_t own =
+		P > 1 ? f.own : f.high[0]; /* the same, but the compiler knows */
+	float zero[4] = {};
+
+#pragma unroll
+	for (int i = 0; i < RUN; i++) {
+		uint4 v = b[i];
+
+		if (MODE == MOE_X) {
+			v.y = token_times<MODE>(v.y, own);
+			v.w = token_times<MODE>(v.w, own);
+		}
+		tile_mma<MODE>(off, offset, v.x, v.y, i ? off : zero);
+		tile_mma<MODE>(off, offset, v.z, v.w, off);
+	}
+}
+
 /*
  * One brick (32 rows x 128 columns) times up to 8 / P tokens. The eight columns of the tile
- * are P sets of 8 / P tokens, and each set takes part in the scale groups of its own: P groups
- * are added up in one accumulator, side by side, and a lane multiplies by the scales of one of
- * them only. @b: the lane's columns of block few_block(). acc[m tile][0][fragment] is what the sets have; unit_end() adds them.
+ * are P sets of 8 / P tokens, and each set takes part in columns of its own, those of a scale
+ * group or a share of them: P groups are added up in one accumulator, side by side, and a lane
+ * multiplies by the scales of one of them only. @b: the lane's columns of block few_block().
+ * acc[m tile][0][fragment] is what the sets have; unit_end() adds them.
  */
 template <int P, int G, enum moe_mode MODE>
 __device__ __forceinline__ void
 brick_few_of(float (&acc)[2][1][4], uint32_t brick, const uint4 (&b)[4 / P], uint32_t x,
 	     uint32_t xrow, const struct few_lane<P> &f, uint32_t is_f16)
 {
-	/* blocks of 32 columns in a group and in a sum; sums */
-	constexpr int GB = G / 32, SPAN = GB * P, SUMS = 4 / SPAN;
+	/* blocks of 32 columns that follow each other in a set, and in a sum; sums */
+	constexpr int RUN = few_run<P, G>(), SPAN = RUN * P, SUMS = 4 / SPAN;
 	/* what is too much first, or at the end: no chain gets too long */
-	constexpr bool EARLY = SPAN < 4;
+	constexpr bool EARLY = SPAN < 4 || P > 1;
 	constexpr uint32_t TOK = 8 / P;
-	constexpr uint32_t O0 =
-		MODE == MOE_X ? 0xa308a308u : 0xe408e408u; /* - 136, - 1032 */
-	constexpr uint32_t O1 =
-		MODE == MOE_X ? 0x80808080u : 0xe480e480u; /* - 128, - 1152 */
 	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 	const uint32_t scale_set = 2 * t / TOK;
-	const uint32_t offset[4] = {O0, O0, O1, O1};
 	float zero[4] = {};
 	float s[SUMS][4], sum[SUMS][2][4], off[SUMS][4];
-	uint4 v[SPAN];
 
-	static_assert(SUMS >= 1, "no more sets than groups");
 #pragma unroll
 	for (int i = 0; i < SUMS; i++)
 		group_scales(brick + KVK_BRICK_NIBBLES +
-				     (g * (128 / G) + i * P + scale_set) * 8u,
+				     (g * (128 / G) +
+				      (i * SPAN + scale_set * RUN) / (G / 32)) *
+					     8u,
 			     is_f16, s[i]);
 #pragma unroll
 	for (int kb = 0; kb < 4; kb++) {
 		const int q = kb / SPAN;
 		const bool begin = kb % SPAN == 0;
 		const uint4 w = ptx_lds128(brick + kb * 512u + lane * 16u);
+		const uint4 v =
+			token_part<P, MODE>(b[q * RUN + kb % RUN], f, kb / RUN % P);
 		uint32_t p[4][4];
 
 		dequant<MODE, false>(w.x, p[0]);
 		dequant<MODE, false>(w.y, p[1]);
 		dequant<MODE, false>(w.z, p[2]);
 		dequant<MODE, false>(w.w, p[3]);
-#pragma unroll
-		for (int i = kb; i < kb + SPAN && begin; i++) {
-			v[i % SPAN] =
-				token_part<P, MODE>(b[q * GB + i % GB], f, i / GB % P);
-			tile_mma<MODE>(off[q], offset, v[i % SPAN].x, v[i % SPAN].y,
-				       i == kb ? zero : off[q]);
-			tile_mma<MODE>(off[q], offset, v[i % SPAN].z, v[i % SPAN].w,
-				       off[q]);
-		}
+		if (begin)
+			few_offset<P, RUN, MODE>(off[q], &b[q * RUN], f);
 #pragma unroll
 		for (int m = 0; m < 2; m++) {
 			const uint32_t a0[4] = {p[2 * m][0], p[2 * m + 1][0], p[2 * m][1],
 						p[2 * m + 1][1]};
 			const uint32_t a1[4] = {p[2 * m][2], p[2 * m + 1][2], p[2 * m][3],
 						p[2 * m + 1][3]};
-			const uint4 u = v[kb % SPAN];
 			float(&c)[4] = sum[q][m];
 
 			if (EARLY)
-				tile_mma<MODE>(c, a0, u.x, u.y, begin ? off[q] : c);
+				tile_mma<MODE>(c, a0, v.x, v.y, begin ? off[q] : c);
 			else
-				tile_mma<MODE>(c, a0, u.x, u.y, begin ? zero : c);
-			tile_mma<MODE>(c, a1, u.z, u.w, c);
+				tile_mma<MODE>(c, a0, v.x, v.y, begin ? zero : c);
+			tile_mma<MODE>(c, a1, v.z, v.w, c);
 		}
 	}
 	few_add<P, SUMS, MODE, EARLY>(acc, s, sum, off, x, xrow);
-}
-
-/* The block of 32 columns that a lane's operand @i is of. */
-template <int P, int G> __device__ __forceinline__ uint32_t few_block(int i)
-{
-	constexpr int GB = G / 32;
-	const uint32_t set = threadIdx.x % 32 / 4 / (8 / P);
-
-	return (i / GB * P + set) * GB + i % GB;
 }
 
 /* The same with tokens in shared memory, @xrow bytes apart. */
@@ -311,13 +343,13 @@ __device__ __forceinline__ void brick_few(float (&acc)[2][1][4], uint32_t brick,
 					  uint32_t x, uint32_t xrow,
 					  const struct few_lane<P> &f, uint32_t is_f16)
 {
-	const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+	constexpr int RUN = few_run<P, G>();
 	uint4 b[4 / P];
 
 #pragma unroll
 	for (int i = 0; i < 4 / P; i++)
-		b[i] = load_tokens<MODE>(x + g % (8 / P) * xrow, few_block<P, G>(i), t,
-					 f.inv, P > 1 || f.there);
+		b[i] = load_tokens<MODE>(x + f.at, i / RUN * P * RUN + i % RUN, 0, f.inv,
+					 P > 1 || f.there);
 	brick_few_of<P, G, MODE>(acc, brick, b, x, xrow, f, is_f16);
 }
 

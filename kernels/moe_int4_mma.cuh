@@ -105,14 +105,14 @@ brick_any(float (&acc)[2][NT][4], uint32_t brick, uint32_t x, uint32_t xrow,
 }
 
 /* Before a unit's first brick. */
-template <int NT, int P, enum moe_mode MODE>
-__device__ __forceinline__ struct few_lane<P> unit_begin(float (&acc)[2][NT][4],
-							 const float *inv, uint32_t n)
+template <int NT, int P, int G, enum moe_mode MODE>
+__device__ __forceinline__ struct few_lane<P>
+unit_begin(float (&acc)[2][NT][4], const float *inv, uint32_t n, uint32_t xrow)
 {
 #pragma unroll
 	for (int i = 0; i < 8 * NT; i++)
 		acc[i / (4 * NT)][i / 4 % NT][i % 4] = 0.0f;
-	return few_lane_make<P, MODE>(inv, n);
+	return few_lane_make<P, G, MODE>(inv, n, xrow);
 }
 
 /* After its last one: a token's sums come together in the lanes where they belong. */
@@ -145,7 +145,7 @@ unit_mma(float (&acc)[2][NT][4], const struct moe_i4 &a, uint32_t rb, uint32_t n
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
 	const uint32_t group = threadIdx.x / 32 / MOE_GROUP, wk = warp % WK;
 	const bool mine = rb * WM + warp / WK < m.mtiles && !a.loads_only;
-	const struct few_lane<P> f = unit_begin<NT, P, MODE>(acc, inv, n);
+	const struct few_lane<P> f = unit_begin<NT, P, G, MODE>(acc, inv, n, XROW);
 
 	for (uint32_t c = 0; c < m.kbricks; c += XC) {
 		const uint32_t nr = (min(XC, m.kbricks - c) + WK - 1) / WK;
@@ -192,7 +192,7 @@ __device__ __forceinline__ uint32_t pair_mma(float (&acc)[2][NT][4],
 {
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % MOE_GROUP;
 	const uint32_t group = threadIdx.x / 32 / MOE_GROUP;
-	const struct few_lane<P> f = unit_begin<NT, P, MODE>(acc, inv, n);
+	const struct few_lane<P> f = unit_begin<NT, P, G, MODE>(acc, inv, n, S::XROW2);
 	uint32_t x = rx.base + rx.stage * S::CHUNK;
 	struct moe_ring s = r;
 

@@ -140,8 +140,8 @@ __device__ __forceinline__ void step_mma(float (&acc)[2][1][4], const struct moe
 {
 	using S = step_shape<G>;
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-	const struct few_lane<P> f =
-		unit_begin<1, P, MODE>(acc, nullptr, MODE == MOE_X ? w.n : 1);
+	const struct few_lane<P> f = unit_begin<1, P, G, MODE>(
+		acc, nullptr, MODE == MOE_X ? w.n : 1, MODE == MOE_X ? STEP_ROW : 0);
 	const uint32_t nr = w.u.nr;
 
 #pragma unroll 1

@@ -98,10 +98,11 @@ __device__ __forceinline__ void store_h32(const struct moe_i4 &a,
 
 /* The power of two for a warp's results of 32 rows, all tokens alike: one reduction instead of three
  * shuffles a token, and f16 has room for tokens that differ by 2^14. Inf and NaN do not count, so
- * such a token does not disturb the others. */
-template <int NT>
+ * such a token does not disturb the others; nor do columns without a token, which hold anything. */
+template <int NT, int P>
 __device__ __forceinline__ float out_scale(const float (&acc)[2][NT][4], uint32_t n)
 {
+	const uint32_t first = threadIdx.x % 4 * 2 % (8 / P);
 	uint32_t top = 0;
 
 #pragma unroll
@@ -112,7 +113,7 @@ __device__ __forceinline__ float out_scale(const float (&acc)[2][NT][4], uint32_
 			      fmaxf(fabsf(acc[1][nt][c]), fabsf(acc[1][nt][c + 2])));
 		const uint32_t bits = __float_as_uint(v);
 
-		if (nt * 8u + c < n && bits < 0x7f800000u)
+		if (nt * 8u + first + c < n && bits < 0x7f800000u)
 			top = max(top, bits);
 	}
 	return h_scale(ptx_redux_max(top));
@@ -120,7 +121,7 @@ __device__ __forceinline__ float out_scale(const float (&acc)[2][NT][4], uint32_
 
 /* Results of a slot: f16 with a power of two per 32 rows, half the bytes of f32 there and back.
  * Lane g's rows g, g + 8, g + 16, g + 24 of a tile are neighbours. */
-template <int NT, enum moe_mode MODE>
+template <int NT, int P, enum moe_mode MODE>
 __device__ __forceinline__ void
 store_out(const struct moe_i4 &a, const float (&acc)[2][NT][4], uint32_t rb, uint32_t n,
 	  const uint32_t *slot, const float *inv)
@@ -132,7 +133,7 @@ store_out(const struct moe_i4 &a, const float (&acc)[2][NT][4], uint32_t rb, uin
 
 	if (mtile >= a.w2.mtiles)
 		return;
-	scale = out_scale<NT>(acc, n);
+	scale = out_scale<NT, P>(acc, n);
 #pragma unroll
 	for (int i = 0; i < 2 * NT; i++) {
 		const int nt = i / 2, c = i % 2;
@@ -157,8 +158,6 @@ unit_run(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, const struct moe_
 {
 	using S = moe_shape<NTMAX, WK, G>;
 	const bool store = threadIdx.x < MOE_GROUP * 32;
-	/* two groups side by side save nothing where each brick has a scale of h as well */
-	constexpr int P2 = P == 2 ? 1 : P;
 	float acc[2][NT][4];
 
 	if (u.type == MOE_FIRST) {
@@ -176,15 +175,16 @@ unit_run(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, const struct moe_
 		const bool keep = i + 2 < nr, pair = i + 1 < nr;
 
 		if (pair) {
-			rb = pair_mma<NT, P2, S::MODE2, G, S>(acc, a, rb, u.n, sh.inv[q],
-							      keep, r, rx);
+			rb = pair_mma<NT, P, S::MODE2, G, S>(acc, a, rb, u.n, sh.inv[q],
+							     keep, r, rx);
 		} else {
-			unit_mma<NT, P2, 1, S::MODE2, G, S>(acc, a, rb, u.n, sh.inv[q],
-							    keep, r, rx);
+			unit_mma<NT, P, 1, S::MODE2, G, S>(acc, a, rb, u.n, sh.inv[q],
+							   keep, r, rx);
 			unit_reduce<NT, 1>(acc, red);
 		}
 		if (store || pair)
-			store_out<NT, S::MODE2>(a, acc, rb, u.n, sh.slot[q], sh.inv[q]);
+			store_out<NT, P, S::MODE2>(a, acc, rb, u.n, sh.slot[q],
+						   sh.inv[q]);
 	}
 }
 
