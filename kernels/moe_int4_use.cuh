@@ -199,21 +199,18 @@ __device__ __forceinline__ float sum_weight(const struct moe_i4 &a, uint32_t tok
 }
 
 /* y of eight rows of tile @mtile, those of lanes 2 @j and 2 @j + 1 in store_out(): slots in
- * order. @weight: sum_weight() */
+ * order. @weight: sum_weight(). Half of a warp may have no such tile: it reads the last one, which
+ * is of the same row block, so all there, and drops it. */
 __device__ __forceinline__ void sum_eight(const struct moe_i4 &a, uint32_t tok,
 					  uint32_t mtile, uint32_t j, float weight)
 {
-	const bool there = mtile < a.w2.mtiles; /* may be half of a warp's */
+	const bool there = mtile < a.w2.mtiles;
+	const uint32_t from = min(mtile, a.w2.mtiles - 1);
 	const uint64_t slot = (uint64_t)tok * a.top_k;
-	const uint16_t *out = a.out + slot * a.hidden + mtile * 32 + j * 8;
-	const float *scale = a.out_scale + slot * a.w2.mtiles + mtile;
+	const uint16_t *out = a.out + slot * a.hidden + from * 32 + j * 8;
+	const float *scale = a.out_scale + slot * a.w2.mtiles + from;
 	uint32_t *y = (uint32_t *)(a.y + (uint64_t)tok * a.hidden + mtile * 32 + j * 2);
 	float s[8] = {};
-
-	if (!there) {
-		out = a.out;
-		scale = a.out_scale;
-	}
 
 #pragma unroll 8
 	for (uint32_t k = 0; k < a.top_k; k++) {

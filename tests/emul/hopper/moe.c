@@ -294,6 +294,19 @@ KVT_TEST(hopper_int4_early_sums)
 		   counts, 1);
 }
 
+/* The last row block has four row tiles of 32, so it is summed while the first one of the last
+ * expert, which the first token has too, is still under way: where there are no rows nothing is
+ * read but what the row block has written. */
+KVT_TEST(hopper_int4_last_row_block)
+{
+	static const u32 counts[] = {16, 21, 11};
+
+	for (int i = 0; i < 2; i++)
+		moe_tokens((struct moe_case){KVK_INT4, 1152, 256, 64, KVK_BF16, 6, 2, 0,
+					     false, false},
+			   counts, 3);
+}
+
 /* Tiles of 32, 64, 112 and 128 tokens; an expert with several. */
 KVT_TEST(hopper_int4_wide)
 {
