@@ -470,7 +470,8 @@ KVK_DEV void fp8_multiply_one(const struct fp8_params &p, u8 *smem, u32 chain,
 		/* the next block is rounded, and everybody is through with this one */
 		__syncthreads();
 		if (x_kb < nr_blocks) {
-			if (threadIdx.x == 0)
+			/* not by the warp that asks for W */
+			if (threadIdx.x == F8_THREADS / 2)
 				fp8_ask_x<N>(p, base + size::x_full + slot * 8,
 					     base + size::x_at + slot * size::x_step,
 					     x_kb * 128);
