@@ -24,6 +24,7 @@
 /* Read ceiling of the card that the stored targets are for, bytes per second. */
 #define KVB_TARGET_CEILING 4.66e12
 #define KVB_AT_LOADS	   1.03
+#define KVB_SLOW	   0.93
 
 /**
  * struct kvb_row - one measured line
@@ -34,6 +35,8 @@
  * @flops: useful floating-point operations; 0 = no arithmetic floor
  * @err: |out - ref| / |ref| against float64; < 0 = not checked in this run
  * @mhz: the SM clock right after the last replay
+ * @rested_us: where that is less than KVB_SLOW of the clock after kvb_init(), which is the power
+ *	limit's doing: the same, but each replay begins when the clock is back; 0 = not so
  * @loads_us: the same kernel in the same run without its arithmetic; 0 = not timed
  * @floor_us, @peer_us, @ours_us: stored figures (targets); 0 = none. A line is judged by
  *	ours_us * KVB_TARGET_CEILING over the run's own ceiling, never by less than ours_us:
@@ -50,6 +53,7 @@ struct kvb_row {
 	double flops;
 	double err;
 	double mhz;
+	double rested_us;
 	double loads_us;
 	double floor_us;
 	double peer_us;
@@ -105,7 +109,7 @@ uint32_t kvb_calls(double bytes);
  * kvb_time() - median time of a call
  * @nr_sets: data sets that exist; call i uses set i % nr_sets
  * @nr_calls: calls in the graph
- * @row: us, us_min and us_max are filled
+ * @row: us, us_min, us_max, mhz and rested_us are filled
  *
  * Return: 0, or -errno of the call or of the capture.
  */

@@ -17,7 +17,7 @@ import sys
 KINDS = ("int4 ", "loads ", "fp8 ")
 RUN = ("family", "commit", "date", "ceiling_tb_s")
 # "mhz": the SM clock right after a row's replays; "verdict": reached, at its loads, open; rows of older runs lack what their programs did not write
-ROW = ("us", "us_min", "us_max", "bytes", "flops", "frac", "floor_us", "loads_us", "mhz", "err", "peer_us",
+ROW = ("us", "us_min", "us_max", "bytes", "flops", "frac", "floor_us", "loads_us", "mhz", "rested_us", "err", "peer_us",
        "target_us", "target_here_us", "verdict")
 ALWAYS = ("us", "us_min", "us_max", "bytes", "frac", "err", "peer_us", "target_us")
 
