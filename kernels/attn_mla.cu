@@ -166,6 +166,18 @@ static bool mla_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 	return s.nr_ctas > 0;
 }
 
+/*
+ * May the schedule cut every unit in two, as it does where run borders can fall on unit borders
+ * (choose_ctas())? Lengths are not known here; a step that is cut in another way is merged by slots.
+ */
+static bool mla_pairs(const struct kvk_attn_args *a, const struct plan_shape *s)
+{
+	const uint32_t units = a->batch.nr_requests * s->nr_heads;
+
+	return s->nr_ctas % 2 == 0 && 2 * units <= s->nr_ctas &&
+	       2 * units > s->nr_ctas - s->nr_ctas / 8 && !(a->flags & KVK_ATTN_NO_PAIRS);
+}
+
 size_t kvk_attn_mla_workspace(const struct kvk_attn_args *a)
 {
 	struct plan_shape s;
@@ -208,7 +220,7 @@ int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 	if (s.unit_rows == 64 && fp8)
 		return mla_reg_launch(&p, s.nr_ctas, st);
 	if (s.unit_rows == 64)
-		return mla_tile_launch(&p, s.nr_ctas, st);
+		return mla_tile_launch(&p, s.nr_ctas, mla_pairs(a, &s), st);
 	if (s.unit_rows == 8)
 		return fp8 ? launch<1, true>(&p, s.nr_ctas, st)
 			   : launch<1, false>(&p, s.nr_ctas, st);

@@ -29,6 +29,7 @@
  *
  * Measured: 3,900 clocks a page with P in one part (91 % of the memory's rate), 4,900 in two.
  */
+#include "kernels/attn_mla_pair.cuh"
 #include "kernels/attn_mla_tile_feed.cuh"
 
 #include <errno.h>
@@ -316,7 +317,73 @@ KVK_DEV void tile_write(const struct attn_params &p, const struct plan_seg &s,
 	}
 }
 
+/*
+ * Merge with the other CTA of the unit, each one half of every warpgroup's dims, and write the output.
+ * The tiles are empty, and so is the memory where P travels: there m and l of rows are.
+ */
+KVK_DEV void tile_pair(const struct attn_params &p, const struct plan_seg &s,
+		       struct tile_state &st, uint32_t rows, struct tile_smem *sm)
+{
+	const uint32_t lane = threadIdx.x & 31, wg = threadIdx.x / 128, c = lane % 4;
+	const uint32_t first = threadIdx.x / 32 % 4 * 16 + lane / 4;
+	const bool odd = s.part;
+	float4 *room = (float4 *)sm->tile + threadIdx.x;
+	float2 *ml = (float2 *)sm->px, mine[2], f[2];
+	const uint32_t there = pair_addr(smem_addr(room));
+	const uint32_t ml_there = pair_addr(smem_addr(ml + first));
+
+#pragma unroll
+	for (int h = 0; h < 2; h++) {
+		const uint32_t row = first + 8 * h;
+		const float l = sm->lsum[0][row] + sm->lsum[1][row];
+
+		/* nothing seen: m must not count */
+		mine[h] = make_float2(l == 0.f ? -INFINITY : st.m[h], l);
+		if (wg == 0 && c == 0)
+			ml[row] = mine[h];
+	}
+#pragma unroll
+	for (int i = 0; i < 16; i++) { /* the other one's dims there, ours down */
+		float *lo = &st.o[4 * i], *hi = lo + 64;
+
+		room[i * 256] = odd ? make_float4(lo[0], lo[1], lo[2], lo[3])
+				    : make_float4(hi[0], hi[1], hi[2], hi[3]);
+#pragma unroll
+		for (int k = 0; k < 4; k++)
+			lo[k] = odd ? hi[k] : lo[k];
+	}
+	pair_arrive();
+	pair_wait();
+#pragma unroll
+	for (int h = 0; h < 2; h++)
+		f[h] = pair_factors(mine[h], pair_read2(ml_there + 8 * h * 8));
+#pragma unroll
+	for (int i = 0; i < 16; i++) {
+		const float4 v = pair_read4(there + i * 256 * 16);
+		float *o = &st.o[4 * i];
+
+		o[0] = o[0] * f[0].x + v.x * f[0].y;
+		o[1] = o[1] * f[0].x + v.y * f[0].y;
+		o[2] = o[2] * f[1].x + v.z * f[1].y;
+		o[3] = o[3] * f[1].x + v.w * f[1].y;
+	}
+	pair_arrive();
+#pragma unroll
+	for (int h = 0; h < 2; h++) {
+		const uint32_t row = first + 8 * h;
+		const size_t to =
+			mla_row_elem(p, s, TILE_ROWS, row) + wg * 256 + odd * 128 + 2 * c;
+
+#pragma unroll
+		for (int i = 0; i < 16 && row < rows; i++)
+			out_store2(p, to + 8 * i, st.o[4 * i + 2 * h],
+				   st.o[4 * i + 2 * h + 1]);
+	}
+	pair_wait(); /* our shared memory stays until the other one has read it */
+}
+
 /* After a segment's last page. */
+template <bool PAIR>
 KVK_DEV void tile_end(const struct attn_params &p, const struct mla_seg &g,
 		      struct tile_state &st, struct tile_smem *sm)
 {
@@ -335,6 +402,12 @@ KVK_DEV void tile_end(const struct attn_params &p, const struct mla_seg &g,
 				g.poisoned ? NAN : l;
 	}
 	bar_sync(BAR_ALL, 256);
+	if constexpr (PAIR) {
+		if (g.ok && sm->pair) {
+			tile_pair(p, g.s, st, rows, sm);
+			return;
+		}
+	}
 	if (g.ok)
 		tile_write(p, g.s, st, rows, sm);
 	else if (g.s.part == 0)
@@ -345,7 +418,7 @@ KVK_DEV void tile_end(const struct attn_params &p, const struct mla_seg &g,
 		plan_arrive(p, g.s, g.s.nr_parts * 8, &sm->pend[g.s.part == 0]);
 }
 
-template <int PLANES>
+template <int PLANES, bool PAIR>
 KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 			  struct tile_smem *sm)
 {
@@ -353,6 +426,8 @@ KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 	const uint32_t wg = __shfl_sync(~0u, threadIdx.x / 128, 0);
 	uint32_t seq = 0;
 
+	if (PAIR && threadIdx.x == 0) /* kept there, not in a register */
+		sm->pair = pair_is(p);
 	for (uint32_t i = 0; i < count; i++) {
 		struct tile_state st = {};
 		struct mla_seg g;
@@ -376,7 +451,7 @@ KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 			else
 				tile_other<PLANES>(seq, st, sm);
 		}
-		tile_end(p, g, st, sm);
+		tile_end<PAIR>(p, g, st, sm);
 	}
 }
 
@@ -397,7 +472,7 @@ KVK_DEV void tile_finish(const struct attn_params &p, struct tile_smem *sm)
 	}
 }
 
-template <int PLANES>
+template <int PLANES, bool PAIR>
 __global__ void __launch_bounds__(384, 1)
 	attn_mla_tile_kernel(const __grid_constant__ struct attn_params p)
 {
@@ -425,40 +500,48 @@ __global__ void __launch_bounds__(384, 1)
 		feed_bf16(p, p.mem.ctas[blockIdx.x], *p.step, sm);
 	} else {
 		regs_inc<C::REGS_USE>();
-		tile_consume<PLANES>(p, p.mem.ctas[blockIdx.x].count, sm);
+		tile_consume<PLANES, PAIR>(p, p.mem.ctas[blockIdx.x].count, sm);
 		tile_finish(p, sm);
 	}
 }
 
-template <int PLANES>
+/* @pair: clusters of two */
+template <int PLANES, bool PAIR>
 static int launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream)
 {
-	cudaLaunchAttribute attr = {};
+	cudaLaunchAttribute attr[2] = {};
 	cudaLaunchConfig_t cfg = {};
 
 	static_assert(sizeof(struct tile_smem) <= 227 * 1024, "too much shared memory");
-	if (cudaFuncSetAttribute(attn_mla_tile_kernel<PLANES>,
+	if (cudaFuncSetAttribute(attn_mla_tile_kernel<PLANES, PAIR>,
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 (int)sizeof(struct tile_smem)) != cudaSuccess)
 		return -EIO;
-	attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-	attr.val.programmaticStreamSerializationAllowed = 1;
+	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr[0].val.programmaticStreamSerializationAllowed = 1;
+	attr[1].id = cudaLaunchAttributeClusterDimension;
+	attr[1].val.clusterDim.x = 2;
+	attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
 	cfg.gridDim = dim3(nr_ctas);
 	cfg.blockDim = dim3(tile_cfg<PLANES>::NR_THREADS);
 	cfg.dynamicSmemBytes = sizeof(struct tile_smem);
 	cfg.stream = stream;
-	cfg.attrs = &attr;
-	cfg.numAttrs = 1;
-	return cudaLaunchKernelEx(&cfg, attn_mla_tile_kernel<PLANES>, *p) == cudaSuccess
+	cfg.attrs = attr;
+	cfg.numAttrs = PAIR ? 2 : 1;
+	return cudaLaunchKernelEx(&cfg, attn_mla_tile_kernel<PLANES, PAIR>, *p) ==
+			       cudaSuccess
 		       ? 0
 		       : -EIO;
 }
 
-int mla_tile_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream)
+int mla_tile_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,
+		    cudaStream_t stream)
 {
 	struct attn_params k = *p;
 
 	k.flight = p->flags >> 16 & 15; /* two tiles are enough on their way */
-	return p->flags & KVK_ATTN_FAST ? launch<1>(&k, nr_ctas, stream)
-					: launch<2>(&k, nr_ctas, stream);
+	if (!(p->flags & KVK_ATTN_FAST))
+		return launch<2, false>(&k, nr_ctas, stream);
+	return pairs ? launch<1, true>(&k, nr_ctas, stream)
+		     : launch<1, false>(&k, nr_ctas, stream);
 }

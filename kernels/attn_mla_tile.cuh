@@ -51,6 +51,7 @@ struct tile_smem {
 	uint32_t segs_in;
 	uint32_t segs_done;
 	uint32_t flag;
+	uint32_t pair; /* this CTA and the other one of its cluster have a unit alone */
 };
 
 /*

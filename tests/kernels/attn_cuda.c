@@ -206,6 +206,89 @@ KVT_TEST_T(mla_fast_raises_references, 120)
 	q_in_e4m3 = false;
 }
 
+/* Good requests first, bit-equal in all reruns; then request 3 fails, and a row of request 1 is outside the pool. */
+static void check_pairs_run(struct world *w, u32 flags, u32 heads, double limit)
+{
+	const u32 nr = w->f.batch.nr_requests, *start = w->f.batch.row_start;
+	struct kv_row kept[2] = {w->f.rows[start[2] - 1], w->f.rows[start[3]]};
+	const size_t per = w->nr_out / nr;
+	float *first = malloc(w->nr_out * sizeof(float));
+
+	run_device(w, flags | KVK_ATTN_NO_PAIRS, false);
+	expect_close(w, "no pairs: requests/flags", nr, flags, limit);
+	run_device(w, flags, false);
+	expect_close(w, "pairs: requests/flags", nr, flags, limit);
+	memcpy(first, w->out, w->nr_out * sizeof(float));
+	for (int i = 0; i < 8; i++) {
+		run_device(w, flags | (i % 4 ? KVK_ATTN_PLAN : 0), false);
+		KVT_EXPECT(!memcmp(first, w->out, w->nr_out * sizeof(float)));
+	}
+	w->f.verdicts[3].bits = KV_BAD_GEN;
+	w->f.rows[start[3]].pfn = 0x7fffffff;
+	w->f.rows[start[2] - 1].pfn = w->f.pages.geometry.nr_pages;
+	upload(w, heads, 0);
+	run_device(w, flags, false);
+	for (u32 r = 1; r <= 3; r += 2) {
+		KVT_EXPECT_EQ(kvt_nr_finite(w->out + r * per, per), 0);
+		memcpy(w->out + r * per, first + r * per, per * sizeof(float));
+	}
+	KVT_EXPECT(!memcmp(first, w->out, w->nr_out * sizeof(float)));
+	w->f.verdicts[3].bits = 0;
+	w->f.rows[start[2] - 1] = kept[0];
+	w->f.rows[start[3]] = kept[1];
+	upload(w, heads, 0);
+	free(first);
+}
+
+/* About half as many units as SMs, so that CTAs are launched in pairs. */
+static void check_pairs(u32 heads, const u32 *lengths, u32 q_len, u32 nr)
+{
+	const struct kv_layout l[2] = {kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 1),
+				       kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1)};
+	u32 q[66], pages = 0;
+
+	for (u32 r = 0; r < nr; r++) {
+		q[r] = q_len;
+		pages += (lengths[r] + KV_PAGE_TOKENS - 1) / KV_PAGE_TOKENS;
+	}
+	for (int i = 0; i < 2; i++) {
+		struct world w;
+
+		world_init(&w, &l[i], heads, pages + 8, lengths, q, nr);
+		run_host(&w, heads, 0);
+		check_pairs_run(&w, KVK_ATTN_FAST, heads, i ? 6e-2 : 2.1e-3);
+		check_pairs_run(&w, 0, heads, 1e-3);
+		world_fini(&w);
+	}
+}
+
+/* 64 units on 128 CTAs, 65 on 130: a pair is all of a unit. */
+KVT_TEST_T(mla_units_of_two_parts_merge_in_place, 120)
+{
+	u32 lengths[65];
+
+	for (u32 r = 0; r < 65; r++)
+		lengths[r] = 128 - r * 5 % 60;
+	check_pairs(128, lengths, 2, 16);
+	check_pairs(64, lengths, 1, 65);
+}
+
+/*
+ * 132 tiles on as many CTAs: 60 units of two parts beside four of three. Then 100 tiles on as many: units of
+ * one part and of two, whose first CTA is even or odd; an odd one's merge by slots.
+ */
+KVT_TEST_T(mla_units_of_two_parts_beside_others, 120)
+{
+	u32 lengths[60];
+
+	for (u32 r = 0; r < 16; r++)
+		lengths[r] = (r == 5 ? 192 : 128) - r * 5 % 60;
+	check_pairs(128, lengths, 2, 16);
+	for (u32 r = 0; r < 60; r++)
+		lengths[r] = (r % 3 ? 128 : 64) - r * 7 % 60;
+	check_pairs(64, lengths, 1, 60);
+}
+
 static void check_reruns(const struct kv_layout *l, u32 heads)
 {
 	struct world w;

@@ -1,0 +1,92 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_mla_pair.cuh - how the MLA decode kernels for 17 to 64 query rows merge a unit of two parts
+ * without slots: its CTAs are a cluster, and read each other's shared memory.
+ *
+ * Where a step may have twice as many CTAs as units (59 to 66 units on 132 SMs), CTAs 2 k and 2 k + 1
+ * are launched as a cluster of two. If the schedule gives them one unit and nothing else, each
+ * keeps half of the dims (or rows), puts its sums of the other half into its own ring, which is empty
+ * by then, and reads what the other one put there. 64 KB come from a neighbour's shared memory
+ * instead of 128 KB through the L2, and a barrier of the cluster is there in place of fence, count, poll and
+ * read. Any other unit of such a launch merges by slots (attn_plan.cuh). Both CTAs come to the
+ * same answer, since schedule, rows' number and verdict are the same for both. The order of the
+ * sum is fixed, so reruns are bit-equal. Neither CTA leaves before the other one has read.
+ *
+ * In a cluster shared memory of the CTA does not start at a constant address: the kernels' instances
+ * for pairs take it from smem_raw.
+ */
+#ifndef KVK_ATTN_MLA_PAIR_CUH
+#define KVK_ATTN_MLA_PAIR_CUH
+
+#include "kernels/attn_plan.cuh"
+
+#include <math.h>
+
+/* Is this CTA's segment half of a unit that its cluster has alone? Behind plan_enter(). */
+KVK_DEV bool pair_is(const struct attn_params &p)
+{
+	const struct plan_cta &mine = p.mem.ctas[blockIdx.x];
+	const struct plan_cta &other = p.mem.ctas[blockIdx.x ^ 1];
+
+	return mine.count == 1 && other.count == 1 && mine.first.nr_parts == 2 &&
+	       mine.first.first_cta % 2 == 0;
+}
+
+/* All consumers of both CTAs: what they wrote before is there to be read behind pair_wait(). */
+KVK_DEV void pair_arrive(void)
+{
+	SM90_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+KVK_DEV void pair_wait(void)
+{
+	SM90_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/* The neighbour's shared memory at what is @addr here. */
+KVK_DEV uint32_t pair_addr(uint32_t addr)
+{
+	uint32_t r = 0;
+
+	SM90_ASM("mapa.shared::cluster.u32 %0, %1, %2;"
+		 : "=r"(r)
+		 : "r"(addr), "r"((blockIdx.x & 1) ^ 1));
+	return r;
+}
+
+KVK_DEV float4 pair_read4(uint32_t addr)
+{
+	float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+
+	SM90_ASM("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+		 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+		 : "r"(addr)
+		 : "memory");
+	return v;
+}
+
+KVK_DEV float2 pair_read2(uint32_t addr)
+{
+	float2 v = make_float2(0.f, 0.f);
+
+	SM90_ASM("ld.shared::cluster.v2.f32 {%0,%1}, [%2];"
+		 : "=f"(v.x), "=f"(v.y)
+		 : "r"(addr)
+		 : "memory");
+	return v;
+}
+
+/*
+ * What a row's sums here and there are multiplied by so that the result is normalised. @a, @b: m
+ * (log2) and l, here and there
+ */
+KVK_DEV float2 pair_factors(float2 a, float2 b)
+{
+	const float m = fmaxf(a.x, b.x), mu = m == -INFINITY ? 0.f : m;
+	const float fa = exp2_fast(a.x - mu), fb = exp2_fast(b.x - mu);
+	const float l = a.y * fa + b.y * fb, inv = l > 0.f ? 1.f / l : l;
+
+	return make_float2(fa * inv, fb * inv);
+}
+
+#endif /* KVK_ATTN_MLA_PAIR_CUH */
