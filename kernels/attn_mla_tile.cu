@@ -540,8 +540,9 @@ int mla_tile_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,
 	struct attn_params k = *p;
 
 	k.flight = p->flags >> 16 & 15; /* two tiles are enough on their way */
-	if (!(p->flags & KVK_ATTN_FAST))
-		return launch<2, false>(&k, nr_ctas, stream);
-	return pairs ? launch<1, true>(&k, nr_ctas, stream)
-		     : launch<1, false>(&k, nr_ctas, stream);
+	if (p->flags & KVK_ATTN_FAST)
+		return pairs ? launch<1, true>(&k, nr_ctas, stream)
+			     : launch<1, false>(&k, nr_ctas, stream);
+	return pairs ? launch<2, true>(&k, nr_ctas, stream)
+		     : launch<2, false>(&k, nr_ctas, stream);
 }
