@@ -216,9 +216,9 @@ int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 	if (r)
 		return r;
 	if (s.unit_rows == 64 && fp8 && p.flags & KVK_ATTN_FAST)
-		return mla_fast_launch(&p, s.nr_ctas, st);
+		return mla_fast_launch(&p, s.nr_ctas, mla_pairs(a, &s), st);
 	if (s.unit_rows == 64 && fp8)
-		return mla_reg_launch(&p, s.nr_ctas, st);
+		return mla_reg_launch(&p, s.nr_ctas, mla_pairs(a, &s), st);
 	if (s.unit_rows == 64)
 		return mla_tile_launch(&p, s.nr_ctas, mla_pairs(a, &s), st);
 	if (s.unit_rows == 8)

@@ -158,8 +158,10 @@ KVK_DEV size_t mla_row_elem(const struct attn_params &p, const struct plan_seg &
 
 /* @pairs: launch clusters of two, since units may have two parts (attn_mla_pair.cuh) */
 /* Up to 64 query rows: attn_mla_reg.cu for FP8, attn_mla_fast.cu (KVK_ATTN_FAST), attn_mla_tile.cu. */
-int mla_reg_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream);
-int mla_fast_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream);
+int mla_reg_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,
+		   cudaStream_t stream);
+int mla_fast_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,
+		    cudaStream_t stream);
 int mla_tile_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,
 		    cudaStream_t stream);
 

@@ -28,6 +28,7 @@
  * what was measured.
  */
 #include "kernels/attn_mla_fast_math.cuh"
+#include "kernels/attn_mla_reg_pair.cuh"
 #include "kernels/tensor_map.cuh"
 
 #include <errno.h>
@@ -208,6 +209,7 @@ KVK_DEV void fast_write(const struct attn_params &p, const struct plan_seg &s,
 }
 
 /* After a segment's last page. P's memory holds l of [warpgroup][row], then m and l of [row]. */
+template <bool PAIR>
 KVK_DEV void fast_end(const struct attn_params &p, const struct mla_seg &g,
 		      struct reg_state &st, struct fast_smem *sm)
 {
@@ -238,6 +240,12 @@ KVK_DEV void fast_end(const struct attn_params &p, const struct mla_seg &g,
 		sm->m[tid] = REG_NONE;
 	}
 	bar_sync(BAR_ALL, 256);
+	if constexpr (PAIR) {
+		if (g.ok && sm->pair) {
+			reg_pair<true>(p, g.s, st, rows, ml, (float4 *)sm->latent);
+			return;
+		}
+	}
 	if (g.ok)
 		fast_write(p, g.s, st, rows, ml);
 	else if (g.s.part == 0)
@@ -249,12 +257,16 @@ KVK_DEV void fast_end(const struct attn_params &p, const struct mla_seg &g,
 			    &sm->pend[g.s.part == 0]);
 }
 
+template <bool PAIR>
 KVK_DEV void fast_consume(const struct attn_params &p, uint32_t count,
 			  struct fast_smem *sm)
 {
 	/* the compiler must see that whole warps take a branch with wgmma in it */
 	const int own = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
 	uint32_t seq = 0;
+
+	if (PAIR && threadIdx.x == 0) /* kept there, not in a register */
+		sm->pair = pair_is(p);
 
 	for (uint32_t i = 0; i < count; i++) {
 		const struct mla_seg &g = sm->segs[i % SEG_RING];
@@ -269,7 +281,7 @@ KVK_DEV void fast_consume(const struct attn_params &p, uint32_t count,
 		else
 			fast_pages(p, g.s, nr, seq, own, st, sm);
 		seq += nr;
-		fast_end(p, g, st, sm);
+		fast_end<PAIR>(p, g, st, sm);
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
 			atoms_add_release(&sm->segs_done, 1);
@@ -438,14 +450,16 @@ KVK_DEV void fast_init(struct fast_smem *sm)
 	__syncthreads();
 }
 
+template <bool PAIR>
 __global__ void __launch_bounds__(fast_cfg::NR_THREADS, 1)
 	attn_mla_fast_kernel(const __grid_constant__ struct fast_params p)
 {
 	extern __shared__ __align__(1024) uint8_t smem_raw[];
-	/* a constant, so that addresses and descriptors are */
-	struct fast_smem *sm = (struct fast_smem *)__cvta_shared_to_generic(REG_AT);
+	/* a constant, so that addresses and descriptors are; of a pair but for the high bits */
+	const uint32_t base = PAIR ? pair_base(REG_AT) : REG_AT;
+	struct fast_smem *sm = (struct fast_smem *)__cvta_shared_to_generic(base);
 
-	if (smem_addr(smem_raw) != REG_AT)
+	if (smem_addr(smem_raw) != base)
 		__trap();
 	fast_init(sm);
 	plan_enter(p.a);
@@ -457,7 +471,7 @@ __global__ void __launch_bounds__(fast_cfg::NR_THREADS, 1)
 			fast_prepare(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
 	} else {
 		regs_inc<fast_cfg::REGS_USE>();
-		fast_consume(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
+		fast_consume<PAIR>(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
 		fast_finish(p.a, sm);
 	}
 }
@@ -504,29 +518,27 @@ static int fast_map_rope(const struct attn_params *p, tensor_encode_fn encode,
 	return 0;
 }
 
-int mla_fast_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream)
+int mla_fast_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,
+		    cudaStream_t stream)
 {
 	static const tensor_encode_fn encode = tensor_encode_find();
 	struct fast_params k = {};
-	cudaLaunchAttribute attr = {};
+	void (*kernel)(struct fast_params) =
+		pairs ? attn_mla_fast_kernel<true> : attn_mla_fast_kernel<false>;
+	cudaLaunchAttribute attr[2] = {};
 	cudaLaunchConfig_t cfg = {};
 
 	static_assert(sizeof(struct fast_smem) <= 226 * 1024, "too much shared memory");
 	k.a = *p;
 	if (!encode || fast_map_latent(p, encode, &k.latent) ||
 	    fast_map_rope(p, encode, &k.rope) ||
-	    cudaFuncSetAttribute(attn_mla_fast_kernel,
-				 cudaFuncAttributeMaxDynamicSharedMemorySize,
+	    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 (int)sizeof(struct fast_smem)) != cudaSuccess)
 		return -EIO;
-	attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-	attr.val.programmaticStreamSerializationAllowed = 1;
+	pair_launch_attrs(pairs, attr, &cfg);
 	cfg.gridDim = dim3(nr_ctas);
 	cfg.blockDim = dim3(fast_cfg::NR_THREADS);
 	cfg.dynamicSmemBytes = sizeof(struct fast_smem);
 	cfg.stream = stream;
-	cfg.attrs = &attr;
-	cfg.numAttrs = 1;
-	return cudaLaunchKernelEx(&cfg, attn_mla_fast_kernel, k) == cudaSuccess ? 0
-										: -EIO;
+	return cudaLaunchKernelEx(&cfg, kernel, k) == cudaSuccess ? 0 : -EIO;
 }

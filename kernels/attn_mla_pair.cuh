@@ -12,8 +12,8 @@
  * same answer, since schedule, rows' number and verdict are the same for both. The order of the
  * sum is fixed, so reruns are bit-equal. Neither CTA leaves before the other one has read.
  *
- * In a cluster shared memory of the CTA does not start at a constant address: the kernels' instances
- * for pairs take it from smem_raw.
+ * In a cluster the CTA's shared memory does not start at a constant address: instances for pairs take it
+ * from smem_raw or pair_base().
  */
 #ifndef KVK_ATTN_MLA_PAIR_CUH
 #define KVK_ATTN_MLA_PAIR_CUH
@@ -87,6 +87,37 @@ KVK_DEV float2 pair_factors(float2 a, float2 b)
 	const float l = a.y * fa + b.y * fb, inv = l > 0.f ? 1.f / l : l;
 
 	return make_float2(fa * inv, fb * inv);
+}
+
+/* This CTA's place in the cluster. */
+KVK_DEV uint32_t pair_rank(void)
+{
+	uint32_t r = 0;
+
+	SM90_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+	return r;
+}
+
+/*
+ * Where the CTA's shared memory lies that without a cluster is at @at: low bits are a constant, so
+ * descriptors of products are too.
+ */
+KVK_DEV uint32_t pair_base(uint32_t at)
+{
+	return at + (pair_rank() << 24);
+}
+
+/* PDL, and (@pairs) clusters of two. @attr: [2] */
+static inline void pair_launch_attrs(bool pairs, cudaLaunchAttribute *attr,
+				     cudaLaunchConfig_t *cfg)
+{
+	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+	attr[0].val.programmaticStreamSerializationAllowed = 1;
+	attr[1].id = cudaLaunchAttributeClusterDimension;
+	attr[1].val.clusterDim.x = 2;
+	attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
+	cfg->attrs = attr;
+	cfg->numAttrs = pairs ? 2 : 1;
 }
 
 #endif /* KVK_ATTN_MLA_PAIR_CUH */

@@ -40,6 +40,7 @@
  * softmax, and trips to shared memory. docs/performance-attn.md has the counters.
  */
 #include "kernels/attn_mla_reg_math.cuh"
+#include "kernels/attn_mla_reg_pair.cuh"
 #include "kernels/tensor_map.cuh"
 
 #include <errno.h>
@@ -117,29 +118,6 @@ KVK_DEV void reg_skip(uint32_t nr, uint32_t seq, struct reg_smem *sm)
 	}
 }
 
-/*
- * Eight neighbouring f32 values of a lane to @to: lanes g and g ^ 1 exchange halves, so that each
- * store fills whole sectors of 32 bytes.
- */
-KVK_DEV void reg_store_f32(float *to, const float *x, bool in)
-{
-	const bool odd = threadIdx.x & 4;
-	float y[4];
-
-#pragma unroll
-	for (int k = 0; k < 4; k++)
-		y[k] = __shfl_xor_sync(~0u, odd ? x[k] : x[4 + k], 4);
-	if (!in)
-		return;
-	if (odd) {
-		*(float4 *)(to - 4) = make_float4(y[0], y[1], y[2], y[3]);
-		*(float4 *)(to + 4) = make_float4(x[4], x[5], x[6], x[7]);
-	} else {
-		*(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
-		*(float4 *)(to + 8) = make_float4(y[0], y[1], y[2], y[3]);
-	}
-}
-
 /* The segment's rows to the output (normalised) or to the unit's slot. @ml: m and l of rows */
 KVK_DEV void reg_write(const struct attn_params &p, const struct plan_seg &s,
 		       const struct reg_state &st, uint32_t rows, const float2 *ml)
@@ -177,6 +155,7 @@ KVK_DEV void reg_write(const struct attn_params &p, const struct plan_seg &s,
 }
 
 /* After a segment's last page. P's memory holds l of [warp][row], then m and l of [row]. */
+template <bool PAIR>
 KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g,
 		     struct reg_state &st, struct reg_smem *sm)
 {
@@ -201,6 +180,12 @@ KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g,
 		sm->m[tid] = REG_NONE;
 	}
 	bar_sync(BAR_ALL, 256);
+	if constexpr (PAIR) {
+		if (g.ok && sm->pair) {
+			reg_pair<false>(p, g.s, st, rows, ml, (float4 *)sm->latent);
+			return;
+		}
+	}
 	if (g.ok)
 		reg_write(p, g.s, st, rows, ml);
 	else if (g.s.part == 0)
@@ -212,12 +197,15 @@ KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g,
 			    &sm->pend[g.s.part == 0]);
 }
 
+template <bool PAIR>
 KVK_DEV void reg_consume(const struct attn_params &p, uint32_t count, struct reg_smem *sm)
 {
 	/* the compiler must see that whole warps take a branch with wgmma in it */
 	const int own = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
 	uint32_t seq = 0;
 
+	if (PAIR && threadIdx.x == 0) /* kept there, not in a register */
+		sm->pair = pair_is(p);
 	for (uint32_t i = 0; i < count; i++) {
 		const struct mla_seg &g = sm->segs[i % SEG_RING];
 		struct reg_state st = {};
@@ -231,7 +219,7 @@ KVK_DEV void reg_consume(const struct attn_params &p, uint32_t count, struct reg
 		else
 			reg_pages(p, g.s, nr, seq, own, st, sm);
 		seq += nr;
-		reg_end(p, g, st, sm);
+		reg_end<PAIR>(p, g, st, sm);
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
 			atoms_add_release(&sm->segs_done, 1);
@@ -337,14 +325,16 @@ KVK_DEV void reg_init(const struct attn_params &p, struct reg_smem *sm)
 	__syncthreads();
 }
 
+template <bool PAIR>
 __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 	attn_mla_reg_kernel(const __grid_constant__ struct reg_params p)
 {
 	extern __shared__ __align__(1024) uint8_t smem_raw[];
-	/* a constant, so that addresses and descriptors are */
-	struct reg_smem *sm = (struct reg_smem *)__cvta_shared_to_generic(REG_AT);
+	/* a constant, so that addresses and descriptors are; of a pair but for the high bits */
+	const uint32_t base = PAIR ? pair_base(REG_AT) : REG_AT;
+	struct reg_smem *sm = (struct reg_smem *)__cvta_shared_to_generic(base);
 
-	if (smem_addr(smem_raw) != REG_AT)
+	if (smem_addr(smem_raw) != base)
 		__trap();
 	reg_init(p.a, sm);
 	plan_enter(p.a);
@@ -354,7 +344,7 @@ __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 			reg_produce(p, p.a.mem.ctas[blockIdx.x], *p.a.step, sm);
 	} else {
 		regs_inc<reg_cfg::REGS_USE>();
-		reg_consume(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
+		reg_consume<PAIR>(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
 		reg_finish(p.a, sm);
 	}
 }
@@ -382,26 +372,25 @@ static int reg_map(const struct attn_params *p, CUtensorMap *map)
 	return 0;
 }
 
-int mla_reg_launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t stream)
+int mla_reg_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,
+		   cudaStream_t stream)
 {
 	struct reg_params k = {};
-	cudaLaunchAttribute attr = {};
+	void (*kernel)(struct reg_params) =
+		pairs ? attn_mla_reg_kernel<true> : attn_mla_reg_kernel<false>;
+	cudaLaunchAttribute attr[2] = {};
 	cudaLaunchConfig_t cfg = {};
 
 	static_assert(sizeof(struct reg_smem) <= 227 * 1024, "too much shared memory");
 	k.a = *p;
 	if (reg_map(p, &k.latent) ||
-	    cudaFuncSetAttribute(attn_mla_reg_kernel,
-				 cudaFuncAttributeMaxDynamicSharedMemorySize,
+	    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 (int)sizeof(struct reg_smem)) != cudaSuccess)
 		return -EIO;
-	attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-	attr.val.programmaticStreamSerializationAllowed = 1;
+	pair_launch_attrs(pairs, attr, &cfg);
 	cfg.gridDim = dim3(nr_ctas);
 	cfg.blockDim = dim3(reg_cfg::NR_THREADS);
 	cfg.dynamicSmemBytes = sizeof(struct reg_smem);
 	cfg.stream = stream;
-	cfg.attrs = &attr;
-	cfg.numAttrs = 1;
-	return cudaLaunchKernelEx(&cfg, attn_mla_reg_kernel, k) == cudaSuccess ? 0 : -EIO;
+	return cudaLaunchKernelEx(&cfg, kernel, k) == cudaSuccess ? 0 : -EIO;
 }

@@ -53,6 +53,7 @@ struct reg_smem {
 	uint32_t segs_in;
 	uint32_t segs_done;
 	uint32_t flag;
+	uint32_t pair; /* this CTA and the other one of its cluster have a unit alone */
 };
 
 /* ------------------------------------------------------------------------------ queries

@@ -517,17 +517,11 @@ static int launch(const struct attn_params *p, uint32_t nr_ctas, cudaStream_t st
 				 cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 (int)sizeof(struct tile_smem)) != cudaSuccess)
 		return -EIO;
-	attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-	attr[0].val.programmaticStreamSerializationAllowed = 1;
-	attr[1].id = cudaLaunchAttributeClusterDimension;
-	attr[1].val.clusterDim.x = 2;
-	attr[1].val.clusterDim.y = attr[1].val.clusterDim.z = 1;
+	pair_launch_attrs(PAIR, attr, &cfg);
 	cfg.gridDim = dim3(nr_ctas);
 	cfg.blockDim = dim3(tile_cfg<PLANES>::NR_THREADS);
 	cfg.dynamicSmemBytes = sizeof(struct tile_smem);
 	cfg.stream = stream;
-	cfg.attrs = attr;
-	cfg.numAttrs = PAIR ? 2 : 1;
 	return cudaLaunchKernelEx(&cfg, attn_mla_tile_kernel<PLANES, PAIR>, *p) ==
 			       cudaSuccess
 		       ? 0
