@@ -281,6 +281,59 @@ KVK_DEV void tile_skip(uint32_t seq, int wg, struct tile_smem *sm)
 	}
 }
 
+/* 4 x 4 words of four neighbouring lanes: lane k's w[i] becomes lane i's w[k]. */
+KVK_DEV void tile_turn(uint32_t *w)
+{
+	const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+
+#pragma unroll
+	for (int i = 0; i < 4; i += 2) {
+		const uint32_t v = __shfl_xor_sync(~0u, odd ? w[i] : w[i + 1], 1);
+
+		w[i] = odd ? v : w[i];
+		w[i + 1] = odd ? w[i + 1] : v;
+	}
+#pragma unroll
+	for (int i = 0; i < 2; i++) {
+		const uint32_t v = __shfl_xor_sync(~0u, upper ? w[i] : w[i + 2], 2);
+
+		w[i] = upper ? v : w[i];
+		w[i + 2] = upper ? w[i + 2] : v;
+	}
+}
+
+/*
+ * A lane's values of a row, times @f, to the output: 2 of each 8 dims of NR groups. @o: those of the
+ * row half in struct tile_state; @at: elements to the first group. All lanes; @in: the row exists.
+ * Four lanes put their words together, so that each stores 16 bytes.
+ */
+template <int NR>
+KVK_DEV void tile_out(const struct attn_params &p, size_t at, const float *o, float f,
+		      bool in)
+{
+	const uint32_t c = threadIdx.x & 3;
+
+	if (p.act_f32) {
+#pragma unroll
+		for (int i = 0; i < NR && in; i++)
+			*(float2 *)((float *)p.out + at + 8 * i + 2 * c) =
+				make_float2(o[4 * i] * f, o[4 * i + 1] * f);
+		return;
+	}
+#pragma unroll
+	for (int i = 0; i < NR; i += 4) {
+		uint32_t w[4];
+
+#pragma unroll
+		for (int k = 0; k < 4; k++)
+			w[k] = pack_bf16(o[4 * (i + k)] * f, o[4 * (i + k) + 1] * f);
+		tile_turn(w);
+		if (in)
+			*(uint4 *)((__nv_bfloat16 *)p.out + at + 8 * (i + c)) =
+				make_uint4(w[0], w[1], w[2], w[3]);
+	}
+}
+
 /* The segment's rows to the output (normalised) or to the unit's slot. */
 KVK_DEV void tile_write(const struct attn_params &p, const struct plan_seg &s,
 			const struct tile_state &st, uint32_t rows,
@@ -293,27 +346,22 @@ KVK_DEV void tile_write(const struct attn_params &p, const struct plan_seg &s,
 	for (int h = 0; h < 2; h++) {
 		const uint32_t row = threadIdx.x / 32 % 4 * 16 + lane / 4 + 8 * h;
 		const float l = sm->lsum[0][row] + sm->lsum[1][row];
-		const float f = slot ? 1.f : l > 0.f ? 1.f / l : l;
-		size_t off;
 
+		if (!slot) {
+			tile_out<32>(p, mla_row_elem(p, s, TILE_ROWS, row) + wg * 256,
+				     &st.o[2 * h], l > 0.f ? 1.f / l : l, row < rows);
+			continue;
+		}
 		if (row >= rows)
 			continue;
-		if (slot && wg == 0 && c == 0) /* nothing seen: m must not count */
+		if (wg == 0 && c == 0) /* nothing seen: m must not count */
 			((float2 *)slot)[row] =
 				make_float2(l == 0.f ? -INFINITY : st.m[h], l);
-		off = slot ? slot_o_off(rows) + (size_t)row * LATENT
-			   : mla_row_elem(p, s, TILE_ROWS, row);
-		off += wg * 256 + 2 * c;
 #pragma unroll
-		for (int i = 0; i < 32; i++) {
-			float x = st.o[4 * i + 2 * h] * f,
-			      y = st.o[4 * i + 2 * h + 1] * f;
-
-			if (slot)
-				*(float2 *)(slot + off + 8 * i) = make_float2(x, y);
-			else
-				out_store2(p, off + 8 * i, x, y);
-		}
+		for (int i = 0; i < 32; i++)
+			*(float2 *)(slot + slot_o_off(rows) + (size_t)row * LATENT +
+				    wg * 256 + 2 * c + 8 * i) =
+				make_float2(st.o[4 * i + 2 * h], st.o[4 * i + 2 * h + 1]);
 	}
 }
 
@@ -371,13 +419,9 @@ KVK_DEV void tile_pair(const struct attn_params &p, const struct plan_seg &s,
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
 		const uint32_t row = first + 8 * h;
-		const size_t to =
-			mla_row_elem(p, s, TILE_ROWS, row) + wg * 256 + odd * 128 + 2 * c;
 
-#pragma unroll
-		for (int i = 0; i < 16 && row < rows; i++)
-			out_store2(p, to + 8 * i, st.o[4 * i + 2 * h],
-				   st.o[4 * i + 2 * h + 1]);
+		tile_out<16>(p, mla_row_elem(p, s, TILE_ROWS, row) + wg * 256 + odd * 128,
+			     &st.o[2 * h], 1.f, row < rows);
 	}
 	pair_wait(); /* our shared memory stays until the other one has read it */
 }
