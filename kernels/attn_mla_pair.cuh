@@ -18,6 +18,7 @@
 #ifndef KVK_ATTN_MLA_PAIR_CUH
 #define KVK_ATTN_MLA_PAIR_CUH
 
+#include "kernels/attn_mla_pair_ptx.cuh"
 #include "kernels/attn_plan.cuh"
 
 #include <math.h>
@@ -32,50 +33,6 @@ KVK_DEV bool pair_is(const struct attn_params &p)
 	       mine.first.first_cta % 2 == 0;
 }
 
-/* All consumers of both CTAs: what they wrote before is there to be read behind pair_wait(). */
-KVK_DEV void pair_arrive(void)
-{
-	SM90_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-KVK_DEV void pair_wait(void)
-{
-	SM90_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-/* The neighbour's shared memory at what is @addr here. */
-KVK_DEV uint32_t pair_addr(uint32_t addr)
-{
-	uint32_t r = 0;
-
-	SM90_ASM("mapa.shared::cluster.u32 %0, %1, %2;"
-		 : "=r"(r)
-		 : "r"(addr), "r"((blockIdx.x & 1) ^ 1));
-	return r;
-}
-
-KVK_DEV float4 pair_read4(uint32_t addr)
-{
-	float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-
-	SM90_ASM("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-		 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-		 : "r"(addr)
-		 : "memory");
-	return v;
-}
-
-KVK_DEV float2 pair_read2(uint32_t addr)
-{
-	float2 v = make_float2(0.f, 0.f);
-
-	SM90_ASM("ld.shared::cluster.v2.f32 {%0,%1}, [%2];"
-		 : "=f"(v.x), "=f"(v.y)
-		 : "r"(addr)
-		 : "memory");
-	return v;
-}
-
 /*
  * What a row's sums here and there are multiplied by so that the result is normalised. @a, @b: m
  * (log2) and l, here and there
@@ -87,15 +44,6 @@ KVK_DEV float2 pair_factors(float2 a, float2 b)
 	const float l = a.y * fa + b.y * fb, inv = l > 0.f ? 1.f / l : l;
 
 	return make_float2(fa * inv, fb * inv);
-}
-
-/* This CTA's place in the cluster. */
-KVK_DEV uint32_t pair_rank(void)
-{
-	uint32_t r = 0;
-
-	SM90_ASM("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-	return r;
 }
 
 /*

@@ -294,6 +294,12 @@ static struct kv_row *make_rows(uint32_t nr_sets, uint32_t nr_rows, uint32_t nr_
 	return d;
 }
 
+/* Pages of request @i. KVB_ATTN_MIXED: half to one and a half times @per; the floor stays. */
+static uint32_t request_pages(uint32_t per, uint32_t i)
+{
+	return getenv("KVB_ATTN_MIXED") ? per / 2 + 1 + i * 37 % per : per;
+}
+
 static void case_init(struct kvb_ctx *ctx, const struct model *m, const struct line *ln,
 		      const struct kvk_pages *pages, struct attn_case *c)
 {
@@ -306,17 +312,20 @@ static void case_init(struct kvb_ctx *ctx, const struct model *m, const struct l
 	struct kvk_attn_args *a = &c->args;
 
 	memset(c, 0, sizeof(*c));
-	for (uint32_t i = 0; i <= b; i++) {
-		rs[i] = i * per;
-		len[i] = ln->len;
+	rs[0] = 0;
+	for (uint32_t i = 0; i < b; i++) {
+		const uint32_t n = request_pages(per, i);
+
+		rs[i + 1] = rs[i] + n;
+		len[i] = n == per ? ln->len : n * 64;
 		qs[i] = i;
-		if (i < b) {
-			v[i].step = STEP;
-			v[i].bits = 0;
-			v[i].rows_checked = per;
-		}
+		v[i].step = STEP;
+		v[i].bits = 0;
+		v[i].rows_checked = n;
 	}
-	c->nr_rows = b * per;
+	len[b] = 0;
+	qs[b] = b;
+	c->nr_rows = rs[b];
 	c->nr_sets = kvb_calls((double)c->nr_rows * kv_layer_bytes(&pages->layout));
 	a->pages = *pages;
 	c->rows = make_rows(c->nr_sets, c->nr_rows, pages->geometry.nr_pages);
