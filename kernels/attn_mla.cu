@@ -161,7 +161,7 @@ static bool mla_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 	if (!s.tiles_min)
 		s.tiles_min = 1;
 	s.q_rows = a->nr_q_heads;
-	s.row_dim = LATENT;
+	s.row_dim = s.unit_rows == 64 ? LATENT / 2 : LATENT; /* attn_mla_slot.cuh */
 	*ret_s = s;
 	return s.nr_ctas > 0;
 }

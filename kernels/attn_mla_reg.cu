@@ -40,7 +40,7 @@
  * softmax, and trips to shared memory. docs/performance-attn.md has the counters.
  */
 #include "kernels/attn_mla_reg_math.cuh"
-#include "kernels/attn_mla_reg_pair.cuh"
+#include "kernels/attn_mla_reg_end.cuh"
 #include "kernels/tensor_map.cuh"
 
 #include <errno.h>
@@ -118,31 +118,24 @@ KVK_DEV void reg_skip(uint32_t nr, uint32_t seq, struct reg_smem *sm)
 	}
 }
 
-/* The segment's rows to the output (normalised) or to the unit's slot. @ml: m and l of rows */
+/* The segment's rows to the output, normalised. @ml: m and l of rows */
 KVK_DEV void reg_write(const struct attn_params &p, const struct plan_seg &s,
 		       const struct reg_state &st, uint32_t rows, const float2 *ml)
 {
 	const uint32_t lane = threadIdx.x & 31;
 	const uint32_t dim = threadIdx.x / 32 * 64 + lane / 4 * 8;
-	float *slot = s.nr_parts > 1 ? slot_ptr(p.mem, plan_slot(s, s.part)) : NULL;
 
-	if (slot && threadIdx.x < rows)
-		((float2 *)slot)[threadIdx.x] = ml[threadIdx.x];
 #pragma unroll
 	for (int i = 0; i < 16; i++) {
 		const uint32_t row = i / 2 * 8 + 2 * (lane & 3) + (i & 1);
 		const bool in = row < rows;
 		float l = ml[row].y, x[8];
 
-		l = slot ? 1.f : l > 0.f ? 1.f / l : l;
+		l = l > 0.f ? 1.f / l : l;
 #pragma unroll
 		for (int k = 0; k < 8; k++)
 			x[k] = st.o[k / 2][i / 2 * 4 + 2 * (k & 1) + (i & 1)] * l;
-		if (slot)
-			reg_store_f32(slot + slot_o_off(rows) + (size_t)row * LATENT +
-					      dim,
-				      x, in);
-		else if (p.act_f32)
+		if (p.act_f32)
 			reg_store_f32((float *)p.out + mla_row_elem(p, s, REG_ROWS, row) +
 					      dim,
 				      x, in);
@@ -154,7 +147,7 @@ KVK_DEV void reg_write(const struct attn_params &p, const struct plan_seg &s,
 	}
 }
 
-/* After a segment's last page. P's memory holds l of [warp][row], then m and l of [row]. */
+/* After a segment's last page. */
 template <bool PAIR>
 KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g,
 		     struct reg_state &st, struct reg_smem *sm)
@@ -162,39 +155,41 @@ KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g,
 	const uint32_t lane = threadIdx.x & 31, tid = threadIdx.x;
 	const uint32_t rows =
 		min((uint32_t)REG_ROWS, g.s.q_len * p.nr_q_heads - g.s.hblk * REG_ROWS);
-	float(*part)[REG_ROWS] = (float(*)[REG_ROWS])sm->p;
-	float2 *ml = (float2 *)(sm->p + 8 * REG_ROWS * 4);
+	const bool slot = g.s.nr_parts > 1 && !(PAIR && sm->pair);
+	struct reg_ends *e = (struct reg_ends *)sm->p;
 
 	bar_sync(BAR_ALL, 256); /* both are done with P */
-	*(float2 *)&part[tid / 32][lane * 2] = make_float2(st.l[0], st.l[1]);
+	*(float2 *)&e->l[tid / 32][lane * 2] = make_float2(st.l[0], st.l[1]);
+	if (slot)
+		*(float2 *)&e->top[tid / 32][lane * 2] = reg_tops(st);
 	bar_sync(BAR_ALL, 256);
 	if (tid < REG_ROWS) {
 		float l = 0.f;
 
 		for (int w = 0; w < 8; w++)
-			l += part[w][tid];
+			l += e->l[w][tid];
 		if (g.poisoned)
 			l = NAN;
-		/* nothing seen: m must not count */
-		ml[tid] = make_float2(l == 0.f ? -INFINITY : sm->m[tid], l);
+		reg_row_end(e, tid, sm->m[tid], l, slot);
 		sm->m[tid] = REG_NONE;
 	}
 	bar_sync(BAR_ALL, 256);
 	if constexpr (PAIR) {
 		if (g.ok && sm->pair) {
-			reg_pair<false>(p, g.s, st, rows, ml, (float4 *)sm->latent);
+			reg_pair<false>(p, g.s, st, rows, e->ml, (float4 *)sm->latent);
 			return;
 		}
 	}
-	if (g.ok)
-		reg_write(p, g.s, st, rows, ml);
+	if (g.ok && slot)
+		reg_slot(p, g.s, st, rows, e);
+	else if (g.ok)
+		reg_write(p, g.s, st, rows, e->ml);
 	else if (g.s.part == 0)
-		for (uint32_t e = tid; e < rows * (LATENT / 2); e += 256)
-			out_store2(p, mla_row_elem(p, g.s, REG_ROWS, 0) + 2 * e, NAN,
+		for (uint32_t k = tid; k < rows * (LATENT / 2); k += 256)
+			out_store2(p, mla_row_elem(p, g.s, REG_ROWS, 0) + 2 * k, NAN,
 				   NAN);
-	if (g.ok && g.s.nr_parts > 1)
-		plan_arrive(p, g.s, g.s.nr_parts * reg_cfg::NR_WARPS,
-			    &sm->pend[g.s.part == 0]);
+	if (g.ok && slot)
+		slot_arrive(p, g.s, &sm->pend[g.s.part == 0], BAR_ALL);
 }
 
 template <bool PAIR>
@@ -230,17 +225,11 @@ KVK_DEV void reg_consume(const struct attn_params &p, uint32_t count, struct reg
 KVK_DEV void reg_finish(const struct attn_params &p, struct reg_smem *sm)
 {
 	bar_sync(BAR_ALL, 256);
-	for (int i = 0; i < 2; i++) {
-		const struct plan_pending *pend = &sm->pend[i];
-		uint32_t rows = pend->s.q_len * p.nr_q_heads - pend->s.hblk * REG_ROWS;
-
-		if (pend->epoch)
-			plan_finish<LATENT, mla_row_elem, 2>(
-				p, pend, REG_ROWS, min((uint32_t)REG_ROWS, rows),
-				pend->s.nr_parts * reg_cfg::NR_WARPS,
-				(struct plan_part *)sm->latent, &sm->flag, threadIdx.x,
-				BAR_ALL, 256);
-	}
+	for (int i = 0; i < 2; i++)
+		if (sm->pend[i].epoch)
+			slot_finish<reg_words<false>>(p, &sm->pend[i],
+						      (float *)sm->latent, &sm->flag,
+						      threadIdx.x, BAR_ALL);
 }
 
 /* ----------------------------------------------------------------------------- producer

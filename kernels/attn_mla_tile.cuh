@@ -43,6 +43,7 @@ struct tile_smem {
 	uint4 px[4][4][32];			  /* P on its way: [warp][k-step][lane] */
 	float mx[TILE_ROWS];			  /* reference that goes with px */
 	float lsum[2][TILE_ROWS];		  /* at a segment's end */
+	float top[2][TILE_ROWS];		  /* ... largest magnitude of O */
 	struct mla_seg segs[TILE_SEGS];
 	struct plan_pending pend[2];
 	uint64_t full[2][NR_PARTS];

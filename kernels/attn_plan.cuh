@@ -485,8 +485,49 @@ KVK_DEV void plan_merge(const struct attn_params &p, const struct plan_seg &s,
 }
 
 /*
- * Finish this CTA's part of a split unit, at the end of the CTA. @total: arrivals that
- * make the unit; @scratch: [threads * WIDE] plan_part and @flag in shared memory. WIDE: 2 if
+ * Finish this CTA's part of a split unit of @slices slices, at the end of the CTA: wait for the other
+ * parts, then @merge(slice) of its own, and of those that nobody has taken if it came last.
+ * @total: arrivals that make the unit; @flag in shared memory.
+ */
+template <class MERGE>
+KVK_DEV void plan_share(const struct attn_params &p, const struct plan_pending *pend,
+			uint32_t slices, uint32_t total, uint32_t *flag, int tid, int bar,
+			int nr_threads, const MERGE &merge)
+{
+	const uint32_t part = pend->s.part;
+	uint32_t *taken =
+		p.mem.counters + PLAN_SLOTS + plan_slot(pend->s, 0) * PLAN_SLICES;
+	const uint32_t epoch = pend->epoch;
+	const bool last = pend->last;
+	uint32_t left;
+
+	if (part >= slices && !last)
+		return;
+	if (!plan_all_in(p, pend, total, flag, tid, bar, nr_threads))
+		return;
+	if (part < slices) {
+		if (tid == 0)
+			atomicMax(taken + part, epoch);
+		merge(part);
+	}
+	for (uint32_t base = 0; last && base < slices; base += 32) {
+		bar_sync(bar, nr_threads);
+		if (tid < 32) {
+			const uint32_t i = base + tid;
+			bool open = i < slices && i != part &&
+				    *(volatile uint32_t *)(taken + i) < epoch;
+
+			*flag = __ballot_sync(~0u, open);
+		}
+		bar_sync(bar, nr_threads);
+		for (left = *(volatile uint32_t *)flag; left; left &= left - 1)
+			merge(base + __ffs(left) - 1);
+		bar_sync(bar, nr_threads);
+	}
+}
+
+/*
+ * plan_share() with slots of f32. @scratch: [threads * WIDE] plan_part in shared memory. WIDE: 2 if
  * there are registers for 20 slots at once, -1 to choose by parts how many slots a warp reads.
  */
 template <int D, plan_row_off ROW, int WIDE>
@@ -498,38 +539,13 @@ KVK_DEV void plan_finish(const struct attn_params &p, const struct plan_pending 
 	const struct plan_seg s = pend->s;
 	const uint32_t slices =
 		min(min(s.nr_parts, PLAN_SLICES), (rows * (D / 4) + 31) / 32);
-	uint32_t *taken = p.mem.counters + PLAN_SLOTS + plan_slot(s, 0) * PLAN_SLICES;
-	const uint32_t epoch = pend->epoch;
-	const bool last = pend->last;
 	struct plan_wait w = {};
-	uint32_t left;
 
-	if (s.part >= slices && !last)
-		return;
-	if (!plan_all_in(p, pend, total, flag, tid, bar, nr_threads))
-		return;
-	if (s.part < slices) {
-		if (tid == 0)
-			atomicMax(taken + s.part, epoch);
-		plan_merge<D, ROW, WIDE, false>(p, s, hbs, rows, s.part, slices, w,
-						scratch, tid, bar, nr_threads);
-	}
-	for (uint32_t base = 0; last && base < slices; base += 32) {
-		bar_sync(bar, nr_threads);
-		if (tid < 32) {
-			const uint32_t i = base + tid;
-			bool open = i < slices && i != s.part &&
-				    *(volatile uint32_t *)(taken + i) < epoch;
-
-			*flag = __ballot_sync(~0u, open);
-		}
-		bar_sync(bar, nr_threads);
-		for (left = *(volatile uint32_t *)flag; left; left &= left - 1)
-			plan_merge<D, ROW, WIDE, false>(p, s, hbs, rows,
-							base + __ffs(left) - 1, slices, w,
+	plan_share(
+		p, pend, slices, total, flag, tid, bar, nr_threads, [&](uint32_t slice) {
+			plan_merge<D, ROW, WIDE, false>(p, s, hbs, rows, slice, slices, w,
 							scratch, tid, bar, nr_threads);
-		bar_sync(bar, nr_threads);
-	}
+		});
 }
 
 /* ------------------------------------------------------------------------- launcher side
@@ -543,7 +559,7 @@ struct plan_shape {
 	uint32_t unit_rows; /* GQA: query rows of a kv head; MLA: rows of a block */
 	uint32_t q_rows;  /* MLA: query rows of a token (blocks = ceil(rows / unit_rows));
 			     0 */
-	uint32_t row_dim; /* values of an output row */
+	uint32_t row_dim; /* floats of a row in a slot */
 	uint32_t hbs_force; /* bench: 0 = choose */
 	uint32_t tiles_min; /* of a CTA: less is not worth a part */
 	bool quick_able;    /* units may merge as attn_quick.cuh says */

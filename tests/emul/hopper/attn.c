@@ -244,14 +244,60 @@ KVT_TEST(hopper_attn_many_requests_on_few_sms)
 	}
 }
 
+/*
+ * Half as many units as SMs: units of two parts, which the blocks of a cluster exchange, beside units of
+ * one and of three, and of two that begin in the middle of a cluster; then the same by slots.
+ */
+KVT_TEST(hopper_attn_pairs)
+{
+	static const u32 steps[][4] = {{128, 100, 65, 90},
+				       {250, 193, 256, 200},
+				       {128, 190, 64, 90},
+				       {64, 100, 65, 130}};
+
+	for (u32 i = 0; i < 2 * KV_ARRAY_SIZE(steps); i++) {
+		const struct shape s =
+			MLA(BF16, NONE, i % 3 ? 64 : 20, 1, i % 2 ? KVK_ATTN_FAST : 0);
+		struct step t = {4, {0}, {1, 1, 1, 1}};
+		struct world w;
+		float *first;
+
+		memcpy(t.lengths, steps[i / 2], sizeof(steps[0]));
+		hopper_has_sms(8);
+		make(&w, &s, &t);
+		run(&w, &s, KVK_ATTN_NO_PAIRS);
+		check(&w, &s, "by slots, heads/kv heads");
+		run(&w, &s, 0);
+		check(&w, &s, "pairs, heads/kv heads");
+		first = keep(&w);
+		run(&w, &s, KVK_ATTN_PLAN);
+		same(&w, first);
+		verdict_fail(&w.f, 3, i % 4);
+		w.f.rows[w.f.row_start[2] - 1].pfn = w.f.pages.geometry.nr_pages;
+		upload(&w, s.heads, 1);
+		run(&w, &s, 0);
+		for (u32 r = 1; r <= 3; r += 2) {
+			const size_t per = w.nr_out / 4;
+
+			KVT_EXPECT_EQ(kvt_nr_finite(w.out + r * per, per), 0);
+			memcpy(w.out + r * per, first + r * per, per * sizeof(float));
+		}
+		same(&w, first);
+		free(first);
+		world_fini(&w);
+	}
+}
+
 /* A merge of more parts than a warp reads at once. */
 KVT_TEST(hopper_attn_many_parts)
 {
 	static const struct shape s[] = {GQA(E4M3, TOKEN, 12, 1, 128),
-					 MLA(E4M3, TOKEN, 8, 1, 0)};
+					 MLA(E4M3, TOKEN, 8, 1, 0),
+					 MLA(BF16, NONE, 64, 1, 0)};
 
 	cut(&s[0], 64 * 92 - 1, 23, 1, 0);
 	cut(&s[1], 64 * 23 - 1, 23, 1, 0);
+	cut(&s[2], 64 * 23 - 1, 23, 1, 0);
 }
 
 /* CTAs that begin when the others' patience is over: those leave them their slices. */

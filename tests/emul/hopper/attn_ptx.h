@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * attn_ptx.h - the instructions of the attention kernels, for the CPU. Included before each of
- * them, behind ptx.h, in place of common.cuh, attn_ptx.cuh and attn_mla_tile_ptx.cuh.
+ * them, behind ptx.h, in place of common.cuh, attn_ptx.cuh, attn_mla_tile_ptx.cuh and attn_mla_pair_ptx.cuh.
  */
 #ifndef HOPPER_ATTN_PTX_H
 #define HOPPER_ATTN_PTX_H
 #define KVK_COMMON_CUH
 #define KVK_ATTN_PTX_CUH
 #define KVK_ATTN_MLA_TILE_PTX_CUH
+#define KVK_ATTN_MLA_PAIR_PTX_CUH
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -313,6 +314,46 @@ KVK_DEV void feed_copied(uint64_t *bar)
 KVK_DEV void feed_wait(void)
 {
 	hopper_pieces_wait();
+}
+
+/* ----------------------------------------------------------------- the other of two blocks
+ */
+
+KVK_DEV void pair_arrive(void)
+{
+	hopper_cluster_arrive();
+}
+
+KVK_DEV void pair_wait(void)
+{
+	hopper_cluster_wait();
+}
+
+/* Addresses are offsets, the same in both. */
+KVK_DEV uint32_t pair_addr(uint32_t addr)
+{
+	return addr;
+}
+
+template <class T> KVK_DEV T hopper_pair_read(uint32_t addr)
+{
+	HOPPER_CHECK(addr % sizeof(T) == 0);
+	return *(const T *)(hopper_cluster_shared(blockIdx.x % 2 ^ 1) + addr);
+}
+
+KVK_DEV float4 pair_read4(uint32_t addr)
+{
+	return hopper_pair_read<float4>(addr);
+}
+
+KVK_DEV float2 pair_read2(uint32_t addr)
+{
+	return hopper_pair_read<float2>(addr);
+}
+
+KVK_DEV uint32_t pair_rank(void)
+{
+	return blockIdx.x % 2;
 }
 
 #endif /* HOPPER_ATTN_PTX_H */

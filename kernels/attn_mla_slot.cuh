@@ -1,0 +1,231 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attn_mla_slot.cuh - the slots of the MLA decode kernels for 17 to 64 query rows, and the merge of a
+ * unit's parts from them. Other kernels: attn_plan.cuh, which also says who merges what and when.
+ *
+ * All SMs write their slots at once and then read others', so a split unit pays for bytes: O is
+ * there in f16, a word of 16 bytes for 8 values of a row, and words lie in the order in which the threads
+ * have them: neighbouring lanes write and read neighbouring words. The 256 threads that
+ * use the pages have 16 words each; a word holds one row.
+ *
+ * f16 has no range, so a row of a part is shifted by a power of two until its largest value is near
+ * 2^15. The slot's m and l are those of the shifted row: who merges need not know. Rounding adds
+ * 2e-4 of a part's row, parts apart; values 2^-29 of the row's largest and below are rounded to 2^-40 of
+ * it.
+ */
+#ifndef KVK_ATTN_MLA_SLOT_CUH
+#define KVK_ATTN_MLA_SLOT_CUH
+
+#include "kernels/attn_mla.cuh"
+
+#include <math.h>
+
+#define SLOT_ROWS    64
+#define SLOT_THREADS 256
+#define SLOT_WORDS   16				      /* of a thread */
+#define SLOT_GROUPS  (SLOT_WORDS * SLOT_THREADS / 32) /* words of a warp side by side */
+#define SLOT_O	     (2 * SLOT_ROWS)		      /* floats in front of O: m and l */
+
+/* A row's shift from the largest magnitude of its O: what m grows by. */
+KVK_DEV float slot_shift(float top)
+{
+	const int e = (int)(__float_as_uint(top) >> 23) - 127 - 14;
+
+	return (float)max(e, -100); /* zeros: any; 2^100 is still a float */
+}
+
+/* A row's m and l as the slot has them; l is 0: nothing seen, m must not count. */
+KVK_DEV float2 slot_ml(float m, float l, float shift)
+{
+	return make_float2(l == 0.f ? -INFINITY : m + shift, l * exp2_fast(-shift));
+}
+
+KVK_DEV uint4 *slot_word(float *slot, uint32_t i)
+{
+	return (uint4 *)(slot + SLOT_O) + i * SLOT_THREADS + threadIdx.x;
+}
+
+/* ------------------------------------------------------------------------------- merge
+ */
+
+/* Eight values of a row, in units of 2^m. */
+struct slot_sum {
+	float o[8];
+	float m;
+	float l;
+};
+
+/* Add N parts. */
+template <int N>
+KVK_DEV void slot_add(struct slot_sum &a, const uint4 (&w)[N], const float2 (&ml)[N])
+{
+	float m = a.m, f;
+
+#pragma unroll
+	for (int j = 0; j < N; j++)
+		m = fmaxf(m, ml[j].x);
+	f = exp2_fast(a.m - (m == -INFINITY ? 0.f : m));
+	a.l *= f;
+#pragma unroll
+	for (int k = 0; k < 8; k++)
+		a.o[k] *= f;
+	a.m = m;
+	m = m == -INFINITY ? 0.f : m;
+#pragma unroll
+	for (int j = 0; j < N; j++) {
+		const uint32_t two[4] = {w[j].x, w[j].y, w[j].z, w[j].w};
+
+		f = exp2_fast(ml[j].x - m);
+		a.l += ml[j].y * f;
+#pragma unroll
+		for (int k = 0; k < 4; k++) {
+			const float2 v = unpack_f16(two[k]);
+
+			a.o[2 * k] += v.x * f;
+			a.o[2 * k + 1] += v.y * f;
+		}
+	}
+}
+
+/*
+ * Parts @first, @first + @step, ... of words e, e + stride, ... (< @end) of a unit; U x N slots are read at
+ * once. ROWS: row of a word, as the kernel's threads have them.
+ */
+template <class ROWS, int U, int N>
+KVK_DEV void slot_read(const struct attn_params &p, const struct plan_seg &s,
+		       uint32_t rows, uint32_t e, uint32_t stride, uint32_t end,
+		       uint32_t first, uint32_t step, struct slot_sum (&r)[U])
+{
+#pragma unroll
+	for (int u = 0; u < U; u++)
+		r[u] = {{}, -INFINITY, 0.f};
+	for (uint32_t i = first; i < s.nr_parts; i += N * step) {
+		uint4 w[U][N];
+		float2 ml[U][N];
+
+#pragma unroll
+		for (int j = 0; j < N; j++) {
+			const float *slot = slot_ptr(p.mem, plan_slot(s, i + j * step));
+
+#pragma unroll
+			for (int u = 0; u < U; u++) {
+				const uint32_t at = e + u * stride, row = ROWS::row(at);
+
+				ml[u][j] = make_float2(-INFINITY, 0.f);
+				w[u][j] = make_uint4(0, 0, 0, 0);
+				if (i + j * step < s.nr_parts && at < end && row < rows) {
+					ml[u][j] = __ldcg((const float2 *)slot + row);
+					w[u][j] = __ldcg((const uint4 *)(slot + SLOT_O) +
+							 at);
+				}
+			}
+		}
+#pragma unroll
+		for (int u = 0; u < U; u++)
+			slot_add<N>(r[u], w[u], ml[u]);
+	}
+}
+
+/* What other warps have of the same words. @scratch: [10][SLOT_THREADS] */
+KVK_DEV void slot_gather(struct slot_sum &a, uint32_t way, uint32_t ways, float *scratch,
+			 int tid, int bar)
+{
+	float *mine = scratch + tid;
+
+#pragma unroll
+	for (int k = 0; k < 8; k++)
+		mine[k * SLOT_THREADS] = a.o[k];
+	mine[8 * SLOT_THREADS] = a.m;
+	mine[9 * SLOT_THREADS] = a.l;
+	bar_sync(bar, SLOT_THREADS);
+	for (uint32_t i = 1; i < ways && way == 0; i++) {
+		const float *o = mine + i * 32, mo = o[8 * SLOT_THREADS];
+		const float m = fmaxf(a.m, mo), mu = m == -INFINITY ? 0.f : m;
+		const float fa = exp2_fast(a.m - mu), fo = exp2_fast(mo - mu);
+
+#pragma unroll
+		for (int k = 0; k < 8; k++)
+			a.o[k] = a.o[k] * fa + o[k * SLOT_THREADS] * fo;
+		a.l = a.l * fa + o[9 * SLOT_THREADS] * fo;
+		a.m = m;
+	}
+	bar_sync(bar, SLOT_THREADS);
+}
+
+/* Groups @lo .. @hi - 1 of a unit's words; teams of @ways warps share U groups and split the parts. */
+template <class ROWS, int U, int N>
+KVK_DEV void slot_slice(const struct attn_params &p, const struct plan_seg &s,
+			uint32_t rows, uint32_t lo, uint32_t hi, uint32_t ways,
+			float *scratch, int tid, int bar)
+{
+	const uint32_t warp = tid / 32, way = warp % ways, lane = tid & 31;
+
+	for (uint32_t at = lo; at < hi; at += SLOT_THREADS / 32 / ways * U) {
+		const uint32_t e0 = (at + warp / ways * U) * 32 + lane;
+		struct slot_sum r[U];
+
+		slot_read<ROWS, U, N>(p, s, rows, e0, 32, hi * 32, way, ways, r);
+#pragma unroll
+		for (int u = 0; u < U; u++) {
+			const uint32_t e = e0 + u * 32;
+			float inv;
+
+			if (ways > 1)
+				slot_gather(r[u], way, ways, scratch, tid, bar);
+			inv = r[u].l > 0.f ? 1.f / r[u].l : r[u].l;
+#pragma unroll
+			for (int k = 0; k < 8; k++)
+				r[u].o[k] *= inv;
+			if (way == 0 && e < hi * 32 && ROWS::row(e) < rows)
+				ROWS::out(p, mla_row_elem(p, s, SLOT_ROWS, ROWS::row(e)),
+					  e, r[u].o);
+		}
+	}
+}
+
+/* Merge slice @slice of @nr_slices: as many slots at once as there are registers for. */
+template <class ROWS>
+KVK_DEV void slot_merge(const struct attn_params &p, const struct plan_seg &s,
+			uint32_t rows, uint32_t slice, uint32_t nr_slices, float *scratch,
+			int tid, int bar)
+{
+	const uint32_t lo = slice * SLOT_GROUPS / nr_slices;
+	const uint32_t hi = (slice + 1) * SLOT_GROUPS / nr_slices, nr = hi - lo;
+	const uint32_t ways = nr > 4 ? 1 : nr > 2 ? 2 : nr > 1 ? 4 : 8;
+
+	if (s.nr_parts <= 2)
+		slot_slice<ROWS, 4, 2>(p, s, rows, lo, hi, 1, scratch, tid, bar);
+	else if (s.nr_parts <= 5)
+		slot_slice<ROWS, 2, 5>(p, s, rows, lo, hi, 1, scratch, tid, bar);
+	else if (s.nr_parts <= 10 * ways)
+		slot_slice<ROWS, 1, 10>(p, s, rows, lo, hi, ways, scratch, tid, bar);
+	else /* one round for 16 parts (of 8 requests), and for 64 of one */
+		slot_slice<ROWS, 1, 17>(p, s, rows, lo, hi, ways, scratch, tid, bar);
+}
+
+/* plan_finish() for these slots. @scratch: [10][SLOT_THREADS] */
+template <class ROWS>
+KVK_DEV void slot_finish(const struct attn_params &p, const struct plan_pending *pend,
+			 float *scratch, uint32_t *flag, int tid, int bar)
+{
+	const struct plan_seg s = pend->s;
+	const uint32_t rows =
+		min((uint32_t)SLOT_ROWS, s.q_len * p.nr_q_heads - s.hblk * SLOT_ROWS);
+	const uint32_t slices = min(s.nr_parts, PLAN_SLICES);
+
+	plan_share(p, pend, slices, s.nr_parts, flag, tid, bar, SLOT_THREADS,
+		   [&](uint32_t slice) {
+			   slot_merge<ROWS>(p, s, rows, slice, slices, scratch, tid, bar);
+		   });
+}
+
+/* Count in a part whose slot all consumers have written. All of them call it. */
+KVK_DEV void slot_arrive(const struct attn_params &p, const struct plan_seg &s,
+			 struct plan_pending *pend, int bar)
+{
+	bar_sync(bar, SLOT_THREADS);
+	if (threadIdx.x < 32)
+		plan_arrive(p, s, s.nr_parts, pend);
+}
+
+#endif /* KVK_ATTN_MLA_SLOT_CUH */
