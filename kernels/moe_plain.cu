@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * moe_plain.cu - routed experts with weights in their standard order: FP8 block scales, BF16,
- * F32. FP8 for more than a few tokens is moe_fp8_wide.cu's (as exact as this), for many tokens
- * an expert moe_fp8_chunk.cu's (products on e4m3).
+ * F32. FP8 of whole blocks is moe_fp8_step.cu's for the few tokens of a decode step, then
+ * moe_fp8_wide.cu's (both as exact as this), for many tokens an expert moe_fp8_chunk.cu's (products
+ * on e4m3).
  *
  * Kernels: plan (sort by expert, moe_plan.cu), first product with SwiGLU, second
  * product, sum over slots in order. The products are moe_rows.cuh's: 16 rows a CTA, the
@@ -13,6 +14,7 @@
 #include <errno.h>
 #include "moe_cuda.h"
 #include "moe_fp8_chunk.h"
+#include "moe_fp8_step.h"
 #include "moe_fp8_wide.h"
 #include "moe_plan.cuh"
 #include "moe_rows.cuh"
@@ -398,6 +400,11 @@ static int plain_run(const struct kvk_moe_args *a, kvk_stream stream)
 
 	if (a->workspace_bytes < plain_bytes(a))
 		return -EINVAL;
+	if (DTYPE == KVK_E4M3 && moe_fp8_step_ok(a)) {
+		r = moe_fp8_step_launch(a, stream);
+		if (r <= 0)
+			return r;
+	}
 	plan.ids = a->ids;
 	plan.nr_slots = a->nr_tokens * a->top_k;
 	plan.nr_experts = a->experts.nr_experts;

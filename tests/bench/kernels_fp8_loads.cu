@@ -7,6 +7,9 @@
  */
 #define MOE_LOADS_ONLY		1
 #define f8_kernel		f8_loads_kernel
+#define f8s_kernel		f8s_loads_kernel
+#define f8s_state		f8s_loads_state
+#define f8s_packets		f8s_loads_packets
 #define fc_kernel		fc_loads_kernel
 #define fp8_pack		fp8_loads_pack
 #define f8_probe		f8_loads_probe
@@ -18,6 +21,8 @@
 #define plain_sum		plain_loads_sum
 #define moe_fp8_map		moe_loads_map
 #define moe_fp8_wide_ok		moe_loads_wide_ok
+#define moe_fp8_step_ok		moe_loads_step_ok
+#define moe_fp8_step_launch	moe_loads_step_launch
 #define moe_fp8_wide_launch	moe_loads_wide_launch
 #define moe_chunk_launch	moe_loads_chunk_launch
 #define kvk_moe_plain_workspace kvk_moe_loads_workspace
@@ -26,4 +31,5 @@
 
 #include "kernels/moe_fp8_wide.cu"
 #include "kernels/moe_fp8_chunk.cu"
+#include "kernels/moe_fp8_step.cu"
 #include "kernels/moe_plain.cu"

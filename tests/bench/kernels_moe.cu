@@ -367,8 +367,8 @@ static int fp8_line(struct kvb_ctx *ctx, struct kvb_moe *d, const char *name,
 /* E4M3 experts in their standard order. */
 static int fp8_model(struct kvb_ctx *ctx, const struct model *m)
 {
-	static const uint32_t counts[] = {1,   8,   16,	  32,	64,   128,
-					  256, 512, 1024, 2048, 4096, 16384};
+	static const uint32_t counts[] = {1,   2,   4,	 8,    16,   32,   64,
+					  128, 256, 512, 1024, 2048, 4096, 16384};
 	const size_t w13 = 2ul * m->inter * m->hidden, w2 = w13 / 2;
 	const size_t scales = w13 / 128 / 128 * 4;
 	struct kvk_moe_args a = {};

@@ -420,19 +420,40 @@ KVT_TEST(fp8_whole_blocks)
 	moe_tokens((struct moe_case){KVK_E4M3, 384, 256, 0, KVK_BF16, 7, 3, 0, false});
 }
 
-/* Below three slots an expert, where moe_fp8_wide.cu works: many steps; more units than SMs. */
+/* Where moe_fp8_step.cu works: tiles of one token, of eight and of what is left; one row tile in a
+ * unit, two and eight, of which some are not there; many stages; more units than SMs. */
+KVT_TEST(fp8_few_slots)
+{
+	static const struct moe_case cases[] = {
+		{KVK_E4M3, 640, 256, 0, KVK_BF16, 24, 2, 23, false},
+		{KVK_E4M3, 2176, 128, 0, KVK_BF16, 16, 2, 4, true},
+		{KVK_E4M3, 640, 256, 0, KVK_BF16, 24, 8, 8, false},
+		{KVK_E4M3, 2176, 1152, 0, KVK_BF16, 9, 2, 7, true},
+		{KVK_E4M3, 128, 128, 0, KVK_BF16, 9, 1, 3, false},
+		{KVK_E4M3, 128, 128, 0, KVK_BF16, 9, 1, 50, true},
+		{KVK_E4M3, 640, 384, 0, KVK_BF16, 12, 8, 1, false},
+		{KVK_E4M3, 7168, 256, 0, KVK_BF16, 20, 8, 3, false},
+	};
+
+	need_gpu();
+	for (size_t i = 0; i < KV_ARRAY_SIZE(cases); i++)
+		moe_once(&cases[i]);
+}
+
+/* More slots, below three an expert, where moe_fp8_wide.cu works: many steps; more units than
+ * SMs. */
 KVT_TEST(fp8_whole_blocks_few_slots)
 {
-	static const u32 counts[] = {4, 7, 9, 20, 23};
-	struct moe_case c = {KVK_E4M3, 640, 256, 0, KVK_BF16, 24, 2, 0, false};
+	static const u32 counts[] = {17, 20, 26};
+	struct moe_case c = {KVK_E4M3, 640, 256, 0, KVK_BF16, 72, 8, 0, false};
 
 	need_gpu();
 	for (size_t i = 0; i < 2 * KV_ARRAY_SIZE(counts); i++) {
-		c.nr_tokens = counts[i / 2];
+		c.nr_tokens = i % 2 ? 17 : counts[i / 2];
 		c.accumulate = i == 2;
 		c.hidden = i % 2 ? 2176 : 640;
 		c.inter = i % 2 ? 128 : 256;
-		c.nr_experts = i % 2 ? 16 : 24;
+		c.nr_experts = i % 2 ? 48 : 72;
 		moe_once(&c);
 	}
 }

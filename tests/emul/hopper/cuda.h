@@ -24,7 +24,7 @@ struct alignas(64) CUtensorMap {
 	const uint8_t *base;
 	uint64_t row_bytes, rows, batch;
 	uint64_t row_stride, batch_stride; /* bytes */
-	uint32_t nr_dims, value_bytes, box_rows;
+	uint32_t nr_dims, value_bytes, box_rows, box_batch;
 	uint32_t unused[17];
 };
 

@@ -1,7 +1,7 @@
 # Kernels written for Hopper on the CPU (machine.cc): moe.c runs the experts and linear for
 # few tokens, sample.c the samplers, attn.c decode attention, without a GPU, nvcc or the toolkit. Included by ../emul.mk; x86-64 only.
 HOPPER_KERNELS := moe_int4 moe_int4_step moe_int4_g32 moe_int4_g64 moe_int4_g128 moe_plan moe_plain \
-	moe_fp8_chunk moe_int4_wide moe_int4_wide_g32 moe_int4_wide_g64 moe_int4_wide_g128 moe_fp8_wide \
+	moe_fp8_chunk moe_fp8_step moe_int4_wide moe_int4_wide_g32 moe_int4_wide_g64 moe_int4_wide_g128 moe_fp8_wide \
 	linear_few linear_mid linear_fp8 linear_tiled
 HOPPER_SAMPLERS := sample sample_wide
 HOPPER_ATTN := attn_plan attn_gqa attn_mla attn_mla_tile

@@ -323,18 +323,40 @@ KVT_TEST(hopper_int4_wide)
 		   some, 1);
 }
 
-/* Tiles of 16; rows that are no whole tile. */
-KVT_TEST(hopper_fp8_wide)
+/* Where moe_fp8_step.cuh works: tiles of one token, of eight and of what is left, more tokens than a
+ * warp's slot holds; one row tile in a unit, two and eight, of which some are not there; a last
+ * stage that is half empty; packets of a call before. */
+KVT_TEST(hopper_fp8_step)
 {
-	static const u32 counts[] = {5, 6, 2}, more[] = {28, 1};
+	static const u32 counts[] = {5, 21, 2}, rows[] = {3, 40}, one[] = {1, 2, 4};
 
 	moe_tokens(
 		(struct moe_case){KVK_E4M3, 384, 256, 0, KVK_BF16, 7, 3, 0, false, false},
 		counts, 3);
-	/* more units than SMs, more steps than stages of the ring; a single token */
+	moe_tokens(
+		(struct moe_case){KVK_E4M3, 128, 128, 0, KVK_BF16, 9, 1, 0, false, false},
+		rows, 2);
+	moe_tokens((struct moe_case){KVK_E4M3, 640, 384, 0, KVK_BF16, 12, 8, 0, false,
+				     false},
+		   one, 3);
+	/* more units than SMs, many stages */
+	moe_tokens((struct moe_case){KVK_E4M3, 2176, 1152, 0, KVK_BF16, 9, 2, 0, false,
+				     false},
+		   one, 1);
+}
+
+/* Tiles of 16; rows that are no whole tile. */
+KVT_TEST(hopper_fp8_wide)
+{
+	static const u32 counts[] = {17, 22}, more[] = {28};
+
+	moe_tokens((struct moe_case){KVK_E4M3, 384, 256, 0, KVK_BF16, 66, 8, 0, false,
+				     false},
+		   counts, 2);
+	/* more units than SMs, more steps than stages of the ring */
 	moe_tokens((struct moe_case){KVK_E4M3, 896, 1152, 0, KVK_BF16, 20, 2, 0, false,
 				     false},
-		   more, 2);
+		   more, 1);
 }
 
 /* Products on e4m3: tiles of every size that is built, experts with several, rows that are

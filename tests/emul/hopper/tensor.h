@@ -19,10 +19,10 @@ CUresult hopper_encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t nr
 	const uint32_t bytes = type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2 : 1;
 
 	if ((uintptr_t)base % 16 || nr_dims < 3 || nr_dims > 5 || box[0] * bytes != BOX ||
-	    !box[1] || box[1] > 256)
+	    !box[1] || box[1] > 256 || !box[2] || box[2] > 256)
 		return CUDA_ERROR_INVALID_VALUE;
 	for (cuuint32_t i = 1; i < nr_dims; i++)
-		if (strides[i - 1] % 16 || (i > 1 && box[i] != 1) ||
+		if (strides[i - 1] % 16 || (i > 2 && box[i] != 1) ||
 		    (i > 2 && dims[i] != 1))
 			return CUDA_ERROR_INVALID_VALUE;
 	map->base = (const uint8_t *)base;
@@ -34,6 +34,7 @@ CUresult hopper_encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t nr
 	map->nr_dims = nr_dims;
 	map->value_bytes = bytes;
 	map->box_rows = box[1];
+	map->box_batch = box[2];
 	return CUDA_SUCCESS;
 }
 
@@ -41,15 +42,16 @@ CUresult hopper_encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t nr
 static void tensor_box(const CUtensorMap *m, uint8_t *shared, uint64_t first,
 		       uint64_t row, uint64_t batch)
 {
-	for (uint32_t i = 0; i < m->box_rows * 8; i++) {
-		const uint64_t r = i / 8, piece = i % 8, col = first + piece * 16;
-		uint8_t *dst = shared + r * BOX + (piece ^ (r & 7)) * 16;
+	for (uint32_t i = 0; i < m->box_batch * m->box_rows * 8; i++) {
+		const uint64_t at = i / 8, r = row + at % m->box_rows;
+		const uint64_t b = batch + at / m->box_rows;
+		const uint64_t piece = i % 8, col = first + piece * 16;
+		uint8_t *dst = shared + at * BOX + (piece ^ (at & 7)) * 16;
 
 		memset(dst, 0, 16);
-		if (row + r < m->rows && batch < m->batch && col + 16 <= m->row_bytes)
+		if (r < m->rows && b < m->batch && col + 16 <= m->row_bytes)
 			memcpy(dst,
-			       m->base + batch * m->batch_stride +
-				       (row + r) * m->row_stride + col,
+			       m->base + b * m->batch_stride + r * m->row_stride + col,
 			       16);
 	}
 }
