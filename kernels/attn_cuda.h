@@ -7,8 +7,8 @@
  * small, -EIO if the launch failed.
  *
  * The decode kernels split a step's pages evenly over the SMs by a schedule in the
- * workspace. It depends on lengths, q_start and row_start alone, so layers after the
- * first may reuse it (KVK_ATTN_PLAN).
+ * workspace, which also says where each SM's first pages are and whether they may be read. It
+ * is the same for all layers of a step, so those after the first reuse it (KVK_ATTN_PLAN).
  */
 #ifndef KVK_ATTN_CUDA_H
 #define KVK_ATTN_CUDA_H
@@ -42,6 +42,12 @@ int kvk_attn_any_cuda(const struct kvk_attn_args *a, kvk_stream stream);
 #define KVK_ATTN_HBS(n)	   ((uint32_t)(n) << 24) /* kv heads of a tile, 1, 2, 4 or 8 */
 
 #define KVK_ATTN_FLIGHT(n) ((uint32_t)(n) << 16) /* most pieces in flight, 1..15 */
+
+/*
+ * Bench only, kvk_attn_args.reserved: the workspace is that of @nr steps with tables of their own and
+ * the same lengths, and this call is of step @i. They share all but the schedule's entries.
+ */
+#define KVK_ATTN_STEPS(nr, i) ((uint32_t)(nr) << 16 | (uint32_t)(i))
 
 #ifdef __cplusplus
 }

@@ -241,6 +241,7 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 	gqa_smem<HD, FP8> *sm = (gqa_smem<HD, FP8> *)__cvta_shared_to_generic(SMEM_AT);
 	const uint32_t warp = threadIdx.x / 32;
 	uint32_t touched = 0;
+	uint64_t step = 0;
 
 	if (smem_addr(smem_raw) != SMEM_AT)
 		__trap();
@@ -250,6 +251,7 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 	plan_enter(p);
 	if (warp == NR_WARPS) {
 		touched = plan_touch(p);
+		step = *p.step;
 		if (threadIdx.x % 32 == 0)
 			init_shared<HD, FP8, QUICK>(p, sm);
 	}
@@ -258,7 +260,7 @@ __global__ void __launch_bounds__(NR_THREADS, 1)
 		regs_dec<40>();
 		if (warp == NR_WARPS)
 			produce<HD, FP8>(p, p.mem.ctas[blockIdx.x], plan_count(touched),
-					 *p.step, sm);
+					 step, sm);
 		else if (QUICK && warp <= NR_WARPS + 2)
 			quick_enlist<HD>(p, p.mem.ctas[blockIdx.x], warp - NR_WARPS - 1,
 					 &sm->quick[warp - NR_WARPS - 1]);
@@ -324,6 +326,7 @@ static bool gqa_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 		l->dtype == KV_DTYPE_E4M3 && l->head_dim == 128 && s.unit_rows <= 16;
 	s.quick = s.quick_able && !s.hbs_force &&
 		  (s.nr_heads == 1 || a->batch.nr_requests <= s.nr_ctas / 2 / s.nr_heads);
+	s.halves = s.quick;
 	*ret_s = s;
 	return s.nr_ctas > 0;
 }

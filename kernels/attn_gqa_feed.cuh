@@ -131,7 +131,7 @@ KVK_DEV struct gqa_seg publish_seg(const struct attn_params &p,
 
 	g.s = i == 0 ? cta.first : p.mem.segs[cta.base + i];
 	g.hbs = cta.hbs;
-	state = plan_check(p, g.s, step);
+	state = plan_state_of(p, cta, i, g.s, step);
 	g.ok = state != PLAN_FAILED;
 	g.poisoned = state == PLAN_POISONED;
 	g.nr_pieces = state == PLAN_OK ? g.s.nr_pages * cta.hbs : 0;
@@ -189,17 +189,16 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 		const struct plan_seg *ps =
 			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
 		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;
-		uint32_t n = min(32u, ps->nr_pages);
-		uint32_t pfn =
-			lane < n && ps->page0 + lane < ps->nr_rows ? rows[lane].pfn : 0;
+		uint32_t have, pfn = plan_pages(p, cta, i, *ps, &have);
 		struct gqa_seg g = publish_seg<HD, FP8>(p, cta, i, step, sm);
 
-		for (uint32_t pg = 0; pg < g.s.nr_pages && g.nr_pieces; pg += 32) {
+		for (uint32_t pg = 0, n; pg < g.s.nr_pages && g.nr_pieces;
+		     pg += n, have = 32) {
 			uint64_t off = page_offset(p, pfn);
 
-			n = min(32u, g.s.nr_pages - pg);
-			if (pg + 32 + lane < g.s.nr_pages)
-				pfn = rows[pg + 32 + lane].pfn;
+			n = min(have, g.s.nr_pages - pg);
+			if (pg + have + lane < g.s.nr_pages)
+				pfn = rows[pg + have + lane].pfn;
 			for (uint32_t j = 0; j < n * g.hbs; j += gp) {
 				const uint8_t *at =
 					p.base + __shfl_sync(~0u, off, j / g.hbs);

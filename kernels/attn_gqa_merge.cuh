@@ -164,7 +164,7 @@ KVK_DEV void write_quads(const struct attn_params &p, const struct gqa_seg &g, u
 		else if (slot && lane % 4 == 0 && q == 0)
 			((float2 *)slot)[row] = make_float2(acc.m[h], acc.l[h]);
 		if (QUICK && slot)
-			slot_store4(slot + slot_o_off(rows) + (size_t)row * HD + d, v);
+			slot_store4(slot + QUICK_O + 4 * (64 * q + 32 * h + lane), v);
 		else if (slot)
 			*(float4 *)(slot + slot_o_off(rows) + (size_t)row * HD + d) = v;
 		else

@@ -27,31 +27,41 @@
  * order, which keeps the reads free of bank conflicts. Values: bytes as 16-bit pairs
  * through movmatrix, one byte permute and two conversions. The latent scale multiplies
  * score and probability (relative to a power of two near the largest scale so far), the rope
- * scale its part of the score. Tour 10/12.
+ * scale its part of the score. Slots and their merge with 8 rows: attn_mla_few.cuh. Tour 10/12.
  */
 #include "kernels/attn_mla_value.cuh"
 
 #include <errno.h>
 #include <math.h>
 
+/*
+ * The CTA's end: its cut units. With 8 rows by the value warps, with 16 by all. Then the ring is
+ * empty and serves as scratch.
+ */
 template <int NTL, bool FP8>
 KVK_DEV void finish_cta(const struct attn_params &p, mla_smem<NTL, FP8> *sm)
 {
 	using C = mla_cfg<NTL, FP8>;
+	constexpr int FIRST = NTL == 1 ? C::NR_SCORE * 32 : 0;
+	constexpr int NR = C::NR_WARPS * 32 - FIRST;
+	const int tid = threadIdx.x - FIRST;
 
-	bar_sync(BAR_ALL, C::NR_WARPS * 32);
+	bar_sync(BAR_ALL, NR);
 	for (int i = 0; i < 2; i++) {
 		const struct plan_pending *pend = &sm->pend[i];
 		uint32_t rows = pend->s.q_len * p.nr_q_heads - pend->s.hblk * 8 * NTL;
 
-		if (pend->epoch)
-			plan_finish<LATENT, mla_row_elem,
-				    NTL == 2 ? 1
-				    : FP8    ? -1
-					     : 0>(p, pend, 8 * NTL, min(8u * NTL, rows),
-					       pend->s.nr_parts * C::NR_VALUE,
-					       (struct plan_part *)sm->ring, &sm->flag,
-					       threadIdx.x, BAR_ALL, C::NR_WARPS * 32);
+		if (!pend->epoch)
+			continue;
+		if constexpr (NTL == 1)
+			few_finish<FP8>(p, pend, (struct few_scratch *)sm->ring,
+					&sm->flag, tid, BAR_ALL);
+		else
+			plan_finish<LATENT, mla_row_elem, 1>(
+				p, pend, 8 * NTL, min(8u * NTL, rows),
+				pend->s.nr_parts * C::NR_VALUE,
+				(struct plan_part *)sm->ring, &sm->flag, tid, BAR_ALL,
+				NR);
 	}
 }
 
@@ -71,7 +81,10 @@ template <int NTL, bool FP8> KVK_DEV void init_shared(mla_smem<NTL, FP8> *sm)
 		mbar_init(&sm->fin_empty[i], C::NR_VALUE);
 		sm->pend[i].epoch = sm->pend[i].last = 0;
 	}
-	sm->issued = sm->segs_in = sm->segs_done = sm->q_read = 0;
+	sm->issued = sm->segs_in = sm->q_read = 0;
+	sm->written[0] = sm->written[1] = 0;
+	for (int i = 0; i < C::NR_WARPS; i++)
+		sm->segs_done[i] = 0;
 	mbar_init_fence();
 }
 
@@ -85,31 +98,37 @@ __global__ void __launch_bounds__(mla_cfg<NTL, FP8>::NR_THREADS, 1)
 	mla_smem<NTL, FP8> *sm = (mla_smem<NTL, FP8> *)__cvta_shared_to_generic(SMEM_AT);
 	const uint32_t warp = threadIdx.x / 32;
 	uint32_t touched = 0;
+	uint64_t step = 0;
 
 	if (smem_addr(smem_raw) != SMEM_AT)
 		__trap();
 	plan_enter(p);
 	if (warp == C::NR_WARPS) {
 		touched = plan_touch(p);
+		step = *p.step;
 		if (threadIdx.x % 32 == 0)
 			init_shared<NTL, FP8>(sm);
 	}
 	__syncthreads();
 	if (warp >= C::NR_WARPS) {
 		regs_dec<C::REGS_REST>();
-		if (warp == C::NR_WARPS)
-			produce(p, p.mem.ctas[blockIdx.x], plan_count(touched), *p.step,
-				sm);
+		if (warp == C::NR_WARPS) {
+			const uint32_t early = begin(p, touched, step, sm);
+
+			produce(p, p.mem.ctas[blockIdx.x], plan_count(touched), step,
+				early, sm);
+		}
 	} else if (warp < C::NR_SCORE) {
 		regs_inc<C::REGS_SCORE>();
-		score_warp<NTL, FP8>(p, p.mem.ctas[blockIdx.x].count, sm);
-		finish_cta<NTL, FP8>(p, sm);
+		score_warp<NTL, FP8>(p, sm);
+		if constexpr (NTL != 1)
+			finish_cta<NTL, FP8>(p, sm);
 	} else {
 		if constexpr (C::TEAMS == 1)
 			regs_inc<C::REGS_VALUE>();
 		else
 			regs_dec<C::REGS_VALUE>();
-		value_warp<NTL, FP8>(p, p.mem.ctas[blockIdx.x].count, sm);
+		value_warp<NTL, FP8>(p, sm);
 		finish_cta<NTL, FP8>(p, sm);
 	}
 }
@@ -205,10 +224,10 @@ int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 	r = plan_params(a, &p);
 	if (r)
 		return r;
-	/* measured: pages that are asked for together come together, and who adds them up takes
-	 * as long for one as memory; two keep memory as busy as three */
-	if (fp8 && s.unit_rows == 8 && !(a->flags >> 16 & 15))
-		p.flight = 2;
+	/* measured: pages that are asked for together come together, behind them all the queries, and
+	 * who adds them up takes as long for one as memory; so few keep memory as busy as three */
+	if (s.unit_rows == 8 && !(a->flags >> 16 & 15))
+		p.flight = fp8 ? 2 : 1;
 	if (a->workspace_bytes < plan_workspace(a, &s, &p.mem))
 		return -EINVAL;
 	if (!(a->flags & KVK_ATTN_PLAN))

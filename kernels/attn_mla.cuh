@@ -7,7 +7,7 @@
 #ifndef KVK_ATTN_MLA_CUH
 #define KVK_ATTN_MLA_CUH
 
-#include "kernels/attn_plan.cuh"
+#include "kernels/attn_merge.cuh"
 
 #define BAR_ALL	 1 /* all consumers */
 #define LATENT	 512
@@ -28,6 +28,23 @@ struct mla_seg {
 /* ----------------------------------------------------------------------------- producer
  */
 
+/*
+ * A place in the ring of segments is free: by all lanes. A counter a warp: of failed requests nothing
+ * else keeps the warps together, and in a sum the fast ones count for the slow ones. One for
+ * all is enough where all meet in every segment.
+ */
+template <int N>
+KVK_DEV void segs_wait(const uint32_t (&done)[N], uint32_t nr_warps, uint32_t i)
+{
+	spin_until(&done[threadIdx.x % N], i - SEG_RING);
+	__syncwarp();
+}
+
+KVK_DEV void segs_wait(const uint32_t &done, uint32_t nr_warps, uint32_t i)
+{
+	spin_until(&done, nr_warps * (i - SEG_RING + 1) - 1);
+}
+
 template <class SM>
 KVK_DEV struct mla_seg publish_seg(const struct attn_params &p,
 				   const struct plan_cta &cta, uint32_t i, uint64_t step,
@@ -37,12 +54,12 @@ KVK_DEV struct mla_seg publish_seg(const struct attn_params &p,
 	enum plan_state state;
 
 	g.s = i == 0 ? cta.first : p.mem.segs[cta.base + i];
-	state = plan_check(p, g.s, step);
+	state = plan_state_of(p, cta, i, g.s, step);
 	g.ok = state != PLAN_FAILED;
 	g.poisoned = state == PLAN_POISONED;
 	g.nr_pieces = state == PLAN_OK ? g.s.nr_pages : 0;
 	if (i >= SEG_RING)
-		spin_until(&sm->segs_done, SM::C::NR_WARPS * (i - SEG_RING + 1) - 1);
+		segs_wait(sm->segs_done, SM::C::NR_WARPS, i);
 	if ((threadIdx.x & 31) == 0) {
 		sm->segs[i % SEG_RING] = g;
 		sts_release(&sm->segs_in, i + 1);
@@ -50,9 +67,49 @@ KVK_DEV struct mla_seg publish_seg(const struct attn_params &p,
 	return g;
 }
 
+/*
+ * A CTA's begin, by the producer, from its entry alone: the first copies, a lane each, and the first
+ * segment's description (attn_gqa_feed.cuh says why it is short). Return: copies started.
+ */
+template <class SM>
+KVK_DEV uint32_t begin(const struct attn_params &p, uint32_t touched, uint64_t step,
+		       SM *sm)
+{
+	using C = typename SM::C;
+	const uint32_t bytes = C::SCALE_OFF + (C::ES == 1 && p.token_scales ? 256 : 0);
+	const uint32_t lane = threadIdx.x & 31, count = plan_count(touched);
+	const uint32_t nr = PLAN_WORD(touched, first.nr_pages);
+	const enum plan_state state = plan_state_first(p, touched, step);
+	const uint8_t *page = plan_page_first(p, touched, lane);
+	/* FP8: the last stage has queries at first */
+	uint32_t early = min(p.flight, (uint32_t)C::STAGES - (C::ES == 1));
+
+	early = state == PLAN_OK ? min(min(early, PLAN_FIRST), nr) : 0;
+	if (early)
+		grid_wait();
+	if (lane < early) {
+		mbar_arrive_expect(&sm->full[lane], bytes);
+		bulk_load(sm->ring[lane], page, bytes, &sm->full[lane],
+			  policy_evict_first());
+	}
+	plan_seg_first(touched, &sm->segs[0].s);
+	if (lane == 0) {
+		sm->segs[0].nr_pieces = state == PLAN_OK ? nr : 0;
+		sm->segs[0].ok = state != PLAN_FAILED;
+		sm->segs[0].poisoned = state == PLAN_POISONED;
+		sm->count = count;
+		sm->issued = early;
+	}
+	__syncwarp();
+	if (lane == 0)
+		sts_release(&sm->segs_in, 1);
+	return early;
+}
+
+/* @early: pages whose copies begin() has started. */
 template <class SM>
 KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
-		     uint32_t count, uint64_t step, SM *sm)
+		     uint32_t count, uint64_t step, uint32_t early, SM *sm)
 {
 	using C = typename SM::C;
 	const uint64_t policy = policy_evict_first();
@@ -65,23 +122,22 @@ KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,
 		const struct plan_seg *ps =
 			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
 		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;
-		uint32_t n = min(32u, ps->nr_pages);
-		uint32_t pfn =
-			lane < n && ps->page0 + lane < ps->nr_rows ? rows[lane].pfn : 0;
-		struct mla_seg g = publish_seg(p, cta, i, step, sm);
+		uint32_t have, pfn = plan_pages(p, cta, i, *ps, &have);
+		const struct mla_seg g =
+			i ? publish_seg(p, cta, i, step, sm) : sm->segs[0];
 
-		for (uint32_t pg = 0; pg < g.nr_pieces; pg += 32) {
+		for (uint32_t pg = 0, n; pg < g.nr_pieces; pg += n, have = 32) {
 			uint64_t off = page_offset(p, pfn);
 
-			n = min(32u, g.s.nr_pages - pg);
-			if (pg + 32 + lane < g.s.nr_pages)
-				pfn = rows[pg + 32 + lane].pfn;
+			n = min(have, g.s.nr_pages - pg);
+			if (pg + have + lane < g.s.nr_pages)
+				pfn = rows[pg + have + lane].pfn;
 			for (uint32_t j = 0; j < n; j++) {
 				const uint8_t *at = p.base + __shfl_sync(~0u, off, j);
 
 				if (issued++ == 0)
 					grid_wait();
-				if (lane == 0) {
+				if (lane == 0 && issued > early) {
 					uint32_t before = issued - 1 - flight;
 
 					if (issued > flight)

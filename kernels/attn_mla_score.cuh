@@ -6,7 +6,7 @@
 #ifndef KVK_ATTN_MLA_SCORE_CUH
 #define KVK_ATTN_MLA_SCORE_CUH
 
-#include "kernels/attn_mla.cuh"
+#include "kernels/attn_mla_few.cuh"
 
 #define BAR_ALL	  1 /* scores and values */
 #define BAR_SCORE 2
@@ -53,8 +53,12 @@ template <int NTL, bool FP8> struct mla_smem {
 	uint64_t fin_empty[2];
 	uint32_t issued; /* pieces whose copies were started */
 	uint32_t segs_in;
-	uint32_t q_read; /* score warps that have their first queries */
-	uint32_t segs_done;
+	uint32_t q_read;		 /* score warps that have their first queries */
+	uint32_t segs_done[C::NR_WARPS]; /* segments that each warp has read */
+	uint32_t q_asked
+		[C::NR_SCORE]; /* score warps whose first queries are on their way */
+	uint32_t written[2]; /* value warps that have left their share of pend[]'s part */
+	uint32_t count;	     /* segments of the CTA */
 	uint32_t flag;
 };
 
@@ -421,19 +425,19 @@ KVK_DEV void score_end(const score_state<NTL> &st, uint32_t i, bool poisoned,
 
 /* A score warp: 16 tokens of its team's pieces. */
 template <int NTL, bool FP8>
-KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
-			mla_smem<NTL, FP8> *sm)
+KVK_DEV void score_warp(const struct attn_params &p, mla_smem<NTL, FP8> *sm)
 {
 	using C = mla_cfg<NTL, FP8>;
 	const int w = threadIdx.x / 32;
-	uint32_t qf[NR_KS][NTL][2], base = 0;
+	uint32_t qf[NR_KS][NTL][2], base = 0, count;
 	struct mla_seg g;
 
+	spin_until(&sm->segs_in, 0);
+	count = sm->count;
 	for (uint32_t i = 0; i < count; i++) {
 		score_state<NTL> st;
 
 		if (i == 0) {
-			spin_until(&sm->segs_in, 0);
 			g = sm->segs[0];
 			grid_wait();
 			if constexpr (FP8)
@@ -463,7 +467,7 @@ KVK_DEV void score_warp(const struct attn_params &p, uint32_t count,
 		__syncwarp();
 		if (threadIdx.x % 32 == 0) {
 			mbar_arrive(&sm->fin_full[i & 1]);
-			atoms_add_release(&sm->segs_done, 1);
+			sts_release(&sm->segs_done[w], i + 1);
 		}
 	}
 }

@@ -71,7 +71,7 @@ KVK_DEV const uint8_t *tile_next(const struct attn_params &p, const struct plan_
 		if (w.seg == cta.count)
 			return NULL;
 		s = w.seg ? &p.mem.segs[cta.base + w.seg] : &cta.first;
-		state = plan_check(p, *s, step);
+		state = plan_state_of(p, cta, w.seg, *s, step);
 		w.rows = p.rows + s->row0 + s->page0;
 		w.left = s->len - s->page0 * TOKENS;
 		w.pg = 0;

@@ -196,6 +196,53 @@ KVK_DEV void value_tile(uint32_t stage, int w, const uint32_t (*b)[4][NTL][2],
 	}
 }
 
+/* A row's m and l, from all score warps. */
+template <int NTL, int N>
+KVK_DEV float2 value_ml(const float2 (*fin)[8 * NTL], uint32_t row)
+{
+	float m = -INFINITY, l = 0.f, mu;
+
+	for (int t = 0; t < N; t++)
+		m = fmaxf(m, fin[t][row].x);
+	mu = m == -INFINITY ? 0.f : m;
+	for (int t = 0; t < N; t++)
+		l += fin[t][row].y * exp2_fast(fin[t][row].x - mu);
+	return make_float2(m, l);
+}
+
+/* value_write() of a kernel of 8 rows: in words of 8 neighbouring values. */
+template <bool FP8>
+KVK_DEV void value_write_few(const struct attn_params &p, const struct plan_seg &s, int w,
+			     const float2 (*fin)[8], value_state<1> &st, uint32_t rows)
+{
+	const int lane = threadIdx.x & 31, c = lane % 4;
+	const uint32_t block = few_block<FP8>(w, lane / 4);
+	const float sv = FP8 && p.scales ? p.scales[0] : 1.f;
+
+#pragma unroll
+	for (int k = 0; k < 2; k++) {
+		const uint32_t row = 2 * c + k;
+		const float unit = __shfl_sync(~0u, st.m[0], 4 * row);
+		const float2 ml = value_ml<1, mla_cfg<1, FP8>::NR_SCORE>(fin, row);
+		float f = sv * exp2_fast(unit - (ml.x == -INFINITY ? 0.f : ml.x));
+		float x[4], y[4], v[8];
+
+		if (s.nr_parts < 2)
+			f = ml.y > 0.f ? f / ml.y : ml.y;
+#pragma unroll
+		for (int mt = 0; mt < 4; mt++) {
+			x[mt] = st.o[mt][0][k] * f;
+			y[mt] = st.o[mt][0][2 + k] * f;
+		}
+		few_gather<FP8>(x, y, v);
+		if (s.nr_parts > 1)
+			few_store(slot_ptr(p.mem, plan_slot(s, s.part)), w, row, block,
+				  row < rows, ml.x, ml.y, v);
+		else if (row < rows)
+			few_out8(p, mla_row_elem(p, s, 8, row) + 8 * block, v);
+	}
+}
+
 /* The segment's rows to the output (normalised) or to the unit's slot. */
 template <int NTL, bool FP8>
 KVK_DEV void value_write(const struct attn_params &p, const struct plan_seg &s, int w,
@@ -211,15 +258,11 @@ KVK_DEV void value_write(const struct attn_params &p, const struct plan_seg &s, 
 	for (int k = 0; k < 2 * NTL; k++) {
 		const uint32_t row = 8 * (k / 2) + 2 * c + k % 2;
 		float unit = __shfl_sync(~0u, st.m[k / 2], 4 * (2 * c + k % 2));
-		float m = -INFINITY, l = 0.f, f, mu;
+		const float2 ml = value_ml<NTL, C::NR_SCORE>(fin, row);
+		const float m = ml.x, l = ml.y;
+		float f = sv * exp2_fast(unit - (m == -INFINITY ? 0.f : m));
 		size_t off;
 
-		for (int t = 0; t < C::NR_SCORE; t++)
-			m = fmaxf(m, fin[t][row].x);
-		mu = m == -INFINITY ? 0.f : m;
-		for (int t = 0; t < C::NR_SCORE; t++)
-			l += fin[t][row].y * exp2_fast(fin[t][row].x - mu);
-		f = sv * exp2_fast(unit - mu);
 		if (!slot)
 			f = l > 0.f ? f / l : (l == 0.f ? 0.f : l);
 		if (row >= rows)
@@ -278,15 +321,49 @@ KVK_DEV void value_piece(const struct attn_params &p, uint32_t seq, int w, int32
 	value_tile<NTL, FP8>(at, w, b, v, st);
 }
 
+template <int NTL, bool FP8>
+KVK_DEV void value_end(const struct attn_params &p, const struct plan_seg &s, int w,
+		       const float2 (*fin)[8 * NTL], value_state<NTL> &st, uint32_t rows)
+{
+	if constexpr (NTL == 1)
+		value_write_few<FP8>(p, s, w, fin, st, rows);
+	else
+		value_write<NTL, FP8>(p, s, w, fin, st, rows);
+}
+
+/*
+ * Count a part in: with 8 rows the last of its warps does, since 64 parts of 8 warps would take turns
+ * at a counter. (No barrier: with one here the compiler does not overlap the loop's steps.)
+ */
+template <int NTL, bool FP8>
+KVK_DEV void value_arrive(const struct attn_params &p, const struct plan_seg &s,
+			  mla_smem<NTL, FP8> *sm)
+{
+	using C = mla_cfg<NTL, FP8>;
+	struct plan_pending *pend = &sm->pend[s.part == 0];
+	uint32_t nth = 0;
+
+	if constexpr (NTL == 1) {
+		__syncwarp();
+		if ((threadIdx.x & 31) == 0)
+			nth = atoms_add_acq_rel(&sm->written[s.part == 0], 1);
+		if (__shfl_sync(~0u, nth, 0) % C::NR_VALUE == C::NR_VALUE - 1)
+			plan_arrive(p, s, s.nr_parts, pend);
+	} else {
+		plan_arrive(p, s, s.nr_parts * C::NR_VALUE, pend);
+	}
+}
+
 /* A value warp: its latent dims of every piece, and the segment's end. */
 template <int NTL, bool FP8>
-KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
-			mla_smem<NTL, FP8> *sm)
+KVK_DEV void value_warp(const struct attn_params &p, mla_smem<NTL, FP8> *sm)
 {
 	using C = mla_cfg<NTL, FP8>;
 	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 - C::NR_SCORE;
-	uint32_t seq = 0;
+	uint32_t seq = 0, count;
 
+	spin_until(&sm->segs_in, 0);
+	count = sm->count;
 	for (uint32_t i = 0; i < count; i++) {
 		value_state<NTL> st = {};
 		struct mla_seg g;
@@ -297,7 +374,7 @@ KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
 		grid_wait();
 		__syncwarp();
 		if (lane == 0)
-			atoms_add_release(&sm->segs_done, 1);
+			sts_release(&sm->segs_done[C::NR_SCORE + w], i + 1);
 		rows = min(8u * NTL, g.s.q_len * p.nr_q_heads - g.s.hblk * 8 * NTL);
 #pragma unroll
 		for (int nt = 0; nt < NTL; nt++)
@@ -314,7 +391,7 @@ KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
 		}
 		mbar_wait(&sm->fin_full[i & 1], i >> 1 & 1);
 		if (g.ok)
-			value_write<NTL, FP8>(p, g.s, w, sm->fin[i & 1], st, rows);
+			value_end<NTL, FP8>(p, g.s, w, sm->fin[i & 1], st, rows);
 		else if (g.s.part == 0)
 			for (uint32_t e = w * 32 + lane; e < rows * (LATENT / 2);
 			     e += C::NR_VALUE * 32)
@@ -324,12 +401,8 @@ KVK_DEV void value_warp(const struct attn_params &p, uint32_t count,
 		if (lane == 0)
 			mbar_arrive(&sm->fin_empty[i & 1]);
 		if (g.ok && g.s.nr_parts > 1)
-			plan_arrive(p, g.s, g.s.nr_parts * C::NR_VALUE,
-				    &sm->pend[g.s.part == 0]);
+			value_arrive<NTL, FP8>(p, g.s, sm);
 	}
 }
-
-/* The CTA's end: its split units, by all consumers. The ring is empty and serves as
- * scratch. */
 
 #endif /* KVK_ATTN_MLA_VALUE_CUH */

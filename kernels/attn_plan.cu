@@ -13,7 +13,12 @@ struct plan_args {
 	const uint32_t *lengths;
 	const uint32_t *q_start;
 	const uint32_t *row_start;
+	const struct kv_row *rows;
+	const struct kv_verdict *verdicts;
+	const uint64_t *step;
 	uint32_t nr_requests;
+	uint32_t nr_pages; /* of the pool */
+	uint32_t off;
 	struct plan_shape shape;
 	struct plan_mem mem;
 };
@@ -106,6 +111,27 @@ KVK_DEV uint32_t find_request(const uint32_t *prefix, uint32_t nr, uint32_t x)
 	return lo;
 }
 
+/*
+ * The rest of a CTA's entry, by a warp: @s, its first segment; may its pages be read, and which
+ * are they?
+ */
+KVK_DEV void write_first(const struct plan_args &a, const struct plan_seg &s,
+			 uint64_t step, struct plan_cta *cta)
+{
+	const uint32_t lane = threadIdx.x & 31;
+	const bool in = lane < s.nr_pages && s.page0 + lane < s.nr_rows;
+	const enum plan_state state = plan_check(a, s, step);
+
+	if (lane < PLAN_FIRST)
+		cta->pfn[lane] = in ? a.rows[s.row0 + s.page0 + lane].pfn : 0;
+	if (lane)
+		return;
+	cta->first = s;
+	cta->state = state;
+	cta->step = step;
+	cta->reserved = 0; /* plan_touch() reads all of it */
+}
+
 /* Segments of CTA @cta, tiles [start, end): one lane per unit. */
 KVK_DEV void write_segments(const struct plan_args &a, uint32_t cta, uint32_t nr_ctas,
 			    uint32_t total, uint32_t hbs)
@@ -119,6 +145,7 @@ KVK_DEV void write_segments(const struct plan_args &a, uint32_t cta, uint32_t nr
 	uint32_t u0 = r0 * per_req + (start - prefix[r0]) / tiles_of(a.lengths[r0]);
 	uint32_t u1 = r1 * per_req + (end - 1 - prefix[r1]) / tiles_of(a.lengths[r1]);
 	uint32_t base = u0 + cta;
+	const uint64_t step = *a.step;
 
 	for (uint32_t ub = u0; ub <= u1; ub += 32) {
 		uint32_t u = ub + lane, r = min(u / per_req, a.nr_requests - 1),
@@ -150,8 +177,10 @@ KVK_DEV void write_segments(const struct plan_args &a, uint32_t cta, uint32_t nr
 				s.first_cta + 1;
 			hi = count + __popc(mask & ((1u << lane) - 1));
 			a.mem.segs[base + hi] = s;
-			if (hi == 0)
-				a.mem.ctas[cta].first = s;
+		}
+		if (mask && !count) {
+			__syncwarp(); /* wrote it */
+			write_first(a, a.mem.segs[base], step, a.mem.ctas + cta);
 		}
 		count += __popc(mask);
 	}
@@ -159,7 +188,6 @@ KVK_DEV void write_segments(const struct plan_args &a, uint32_t cta, uint32_t nr
 		a.mem.ctas[cta].base = base;
 		a.mem.ctas[cta].count = count;
 		a.mem.ctas[cta].hbs = hbs;
-		a.mem.ctas[cta].reserved = 0; /* plan_touch() reads all of it */
 	}
 }
 
@@ -174,6 +202,11 @@ KVK_DEV uint32_t choose_ctas(const struct plan_args &a, uint32_t units, uint32_t
 	uint32_t n =
 		min(a.shape.nr_ctas, (total + a.shape.tiles_min - 1) / a.shape.tiles_min);
 
+	/* half of the SMs: the others take the next launch's CTAs, which then begin before this one
+	 * has ended; measured worth twice the pages where they are few */
+	if (a.shape.halves && n > a.shape.nr_ctas / 2 &&
+	    total <= 2 * a.shape.tiles_min * (a.shape.nr_ctas / 2))
+		n = a.shape.nr_ctas / 2;
 	for (uint32_t c = n; uniform && c > n - n / 8; c--)
 		if (units % c == 0 || c % units == 0)
 			return min(c, total);
@@ -268,10 +301,11 @@ size_t plan_workspace(const struct kvk_attn_args *a, const struct plan_shape *s,
 
 	/* as much in every step, few units or not: who allocates may do so once */
 	if (s->quick_able) {
-		quick = plan_slot_size(s->unit_rows, s->row_dim);
+		quick = plan_slot_size(16, s->row_dim); /* QUICK_O, QUICK_WORDS */
 		slot = slot > 2 * quick ? slot : 2 * quick;
 	}
-	ctas = take(&at, PLAN_CTAS_MAX * sizeof(struct plan_cta));
+	ctas = take(&at, KV_MAX(1u, a->reserved >> 16) * PLAN_CTAS_MAX *
+				 sizeof(struct plan_cta));
 	counters = take(&at, PLAN_SLOTS * (1 + PLAN_SLICES) * sizeof(uint32_t));
 	prefix = take(&at, ((size_t)a->batch.nr_requests + 1) * sizeof(uint32_t));
 	segs = take(&at, units * sizeof(struct plan_seg));
@@ -280,7 +314,8 @@ size_t plan_workspace(const struct kvk_attn_args *a, const struct plan_shape *s,
 	if (ret_mem) {
 		uint8_t *w = (uint8_t *)a->workspace;
 
-		ret_mem->ctas = (struct plan_cta *)(w + ctas);
+		ret_mem->ctas = (struct plan_cta *)(w + ctas) +
+				(a->reserved & 0xffff) * PLAN_CTAS_MAX;
 		ret_mem->counters = (uint32_t *)(w + counters);
 		ret_mem->prefix = (uint32_t *)(w + prefix);
 		ret_mem->segs = (struct plan_seg *)(w + segs);
@@ -291,6 +326,24 @@ size_t plan_workspace(const struct kvk_attn_args *a, const struct plan_shape *s,
 	return at;
 }
 
+/* Safety rules that a test build takes out. */
+static uint32_t plan_off(void)
+{
+	uint32_t off = 0;
+
+	if (KV_MUTANT(no_verdict) || KV_MUTANT(cuda_attn_no_verdict))
+		off |= DEV_NO_VERDICT;
+	if (KV_MUTANT(row_range) || KV_MUTANT(cuda_attn_row_range))
+		off |= DEV_NO_ROW_RANGE;
+	if (KV_MUTANT(cuda_attn_no_length))
+		off |= PLAN_NO_LENGTH;
+	if (KV_MUTANT(cuda_attn_no_marks))
+		off |= PLAN_NO_MARKS;
+	if (KV_MUTANT(cuda_attn_no_step))
+		off |= PLAN_NO_STEP;
+	return off;
+}
+
 int plan_launch(const struct kvk_attn_args *a, const struct plan_shape *s,
 		const struct plan_mem *mem, cudaStream_t stream)
 {
@@ -299,7 +352,12 @@ int plan_launch(const struct kvk_attn_args *a, const struct plan_shape *s,
 	args.lengths = a->batch.lengths;
 	args.q_start = a->batch.q_start;
 	args.row_start = a->batch.row_start;
+	args.rows = a->batch.rows;
+	args.verdicts = a->batch.verdicts;
+	args.step = a->batch.step;
 	args.nr_requests = a->batch.nr_requests;
+	args.nr_pages = a->pages.geometry.nr_pages;
+	args.off = plan_off();
 	args.shape = *s;
 	args.mem = *mem;
 	DEV_LAUNCH(attn_plan_kernel, 1 + (mem->quick_floats ? PLAN_FILLERS : 0),
@@ -339,12 +397,7 @@ int plan_params(const struct kvk_attn_args *a, struct attn_params *ret_p)
 	p.shift = a->pages.geometry.shift;
 	p.nr_pages = a->pages.geometry.nr_pages;
 	p.page_bytes = (uint32_t)kv_layer_bytes(l);
-	p.off = (KV_MUTANT(no_verdict) || KV_MUTANT(cuda_attn_no_verdict) ? DEV_NO_VERDICT
-									  : 0) |
-		(KV_MUTANT(row_range) || KV_MUTANT(cuda_attn_row_range) ? DEV_NO_ROW_RANGE
-									: 0) |
-		(KV_MUTANT(cuda_attn_no_length) ? PLAN_NO_LENGTH : 0) |
-		(KV_MUTANT(cuda_attn_no_marks) ? PLAN_NO_MARKS : 0);
+	p.off = plan_off();
 	p.layer = a->layer;
 	p.layer_off = (uint64_t)kv_layer_stride(l) * a->layer;
 	p.rows = a->batch.rows;

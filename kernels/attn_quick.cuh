@@ -8,6 +8,9 @@
  * (all words PLAN_HOLE, a NaN that no part writes) until its part comes, and who merges reads
  * the slots until none of its words is empty: one trip.
  *
+ * Words of a slot lie in the order in which lanes have them (quick_row(), quick_dim()): row by row a
+ * warp's store would touch 32 lines.
+ *
  * A slot has two halves. The n-th launch after the schedule writes half n % 2 and
  * empties the other one for the next; the schedule's kernel emptied half 0.
  *
@@ -22,7 +25,7 @@
 #ifndef KVK_ATTN_QUICK_CUH
 #define KVK_ATTN_QUICK_CUH
 
-#include "kernels/attn_plan.cuh"
+#include "kernels/attn_merge.cuh"
 
 /* What a CTA knows of the cut units of its first and last segment; in shared memory. */
 struct quick_pending {
@@ -100,8 +103,9 @@ KVK_DEV void quick_enlist(const struct attn_params &p, const struct plan_cta &ct
 	}
 	slot = (float4 *)(slot_ptr(p.mem, plan_slot(s, s.part)) +
 			  (epoch & 1) * p.mem.quick_floats);
-	for (uint32_t i = lane; i < (slot_o_off(rows) + rows * D) / 4; i += 32)
-		slot[i] = make_float4(hole, hole, hole, hole);
+	for (uint32_t i = lane; i < QUICK_O / 4 + QUICK_WORDS(D); i += 32)
+		if (i < QUICK_O / 4 || quick_row(i - QUICK_O / 4) < rows)
+			slot[i] = make_float4(hole, hole, hole, hole);
 }
 
 /* Where a part of a unit leaves its result; NULL: it is the whole unit. @pend: [2] */
@@ -145,7 +149,7 @@ KVK_DEV bool quick_hole2(float2 v)
  */
 template <int D, int U, int PB>
 KVK_DEV void quick_read(const struct attn_params &p, const struct plan_seg &s,
-			uint32_t o_off, uint32_t e, uint32_t stride, uint32_t end,
+			uint32_t rows, uint32_t e, uint32_t stride, uint32_t end,
 			uint32_t first, uint32_t step, struct plan_wait &w,
 			struct plan_part *r)
 {
@@ -179,13 +183,13 @@ KVK_DEV void quick_read(const struct attn_params &p, const struct plan_seg &s,
 #pragma unroll
 				for (int u = 0; u < U; u++) {
 					const uint32_t at = e + u * stride;
+					const uint32_t row = quick_row(at);
 					const bool in = i0 + j * step < s.nr_parts &&
-							at < end &&
+							at < end && row < rows &&
 							(missing >> (j * U + u) & 1);
 
-					ldg_relaxed2(sl + 2 * (at / (D / 4)), in,
-						     ml[j][u]);
-					ldg_relaxed4(sl + o_off + 4 * at, in, o[j][u]);
+					ldg_relaxed2(sl + 2 * row, in, ml[j][u]);
+					ldg_relaxed4(sl + QUICK_O + 4 * at, in, o[j][u]);
 				}
 			}
 #pragma unroll
@@ -246,8 +250,7 @@ KVK_DEV void quick_finish(const struct attn_params &p, const struct quick_pendin
 			  int tid, int bar, int nr_threads)
 {
 	const struct plan_seg s = pend->s;
-	const uint32_t slices =
-		min(min(s.nr_parts, PLAN_SLICES), (rows * (D / 4) + 31) / 32);
+	const uint32_t slices = min(min(s.nr_parts, PLAN_SLICES), QUICK_WORDS(D) / 32);
 
 	for (uint32_t n = 0; n <= slices; n++) { /* its own, then those left */
 		const uint32_t i = n ? n - 1 : s.part;

@@ -351,6 +351,7 @@ static void case_init(struct kvb_ctx *ctx, const struct model *m, const struct l
 		a->flags |= (uint32_t)strtoul(getenv("KVB_ATTN_FLAGS"), NULL, 0);
 	a->q = c->to_free[4];
 	a->out = c->to_free[5];
+	a->reserved = KVK_ATTN_STEPS(c->nr_sets, 0);
 	a->workspace_bytes = kvk_attn_workspace_cuda(a);
 	KVB_CUDA(cudaMalloc(&a->workspace, a->workspace_bytes + 16));
 	c->to_free[6] = a->workspace;
@@ -359,6 +360,7 @@ static void case_init(struct kvb_ctx *ctx, const struct model *m, const struct l
 	free(v);
 }
 
+/* Each set is a step of its own, with tables and a schedule of its own; they share the rest. */
 static int attn_call(struct kvb_ctx *ctx, void *arg, uint32_t set)
 {
 	struct attn_case *c = (struct attn_case *)arg;
@@ -366,12 +368,23 @@ static int attn_call(struct kvb_ctx *ctx, void *arg, uint32_t set)
 
 	a.batch.rows = c->rows + (size_t)set * c->nr_rows;
 	a.layer = set % NR_LAYERS;
-	a.flags |= KVK_ATTN_PLAN;
+	a.reserved = KVK_ATTN_STEPS(c->nr_sets, set);
 	return a.pages.layout.kind == ML ? kvk_attn_mla_cuda(&a, ctx->stream)
 					 : kvk_attn_gqa_cuda(&a, ctx->stream);
 }
 
-/* |out - ref| / |ref| of set 1; also makes the schedule. */
+/* The schedules, once: then calls are those of layers after the first. */
+static int make_schedules(struct kvb_ctx *ctx, struct attn_case *c)
+{
+	int r = 0;
+
+	for (uint32_t i = 0; i < c->nr_sets && !r; i++)
+		r = attn_call(ctx, c, i);
+	c->args.flags |= KVK_ATTN_PLAN;
+	return r;
+}
+
+/* |out - ref| / |ref| of set 1. */
 static double check(struct kvb_ctx *ctx, struct attn_case *c, size_t nr_out)
 {
 	struct kvk_attn_args a = c->args;
@@ -437,12 +450,7 @@ static int run_line(struct kvb_ctx *ctx, const struct model *m, const struct lin
 	row.peer_us = ln->peer;
 	row.ours_us = ln->ours;
 	row.err = -1.0;
-	{ /* the schedule, once */
-		struct kvk_attn_args a = c.args;
-
-		r = m->kind == ML ? kvk_attn_mla_cuda(&a, ctx->stream)
-				  : kvk_attn_gqa_cuda(&a, ctx->stream);
-	}
+	r = make_schedules(ctx, &c);
 	if (!r && ctx->check) {
 		row.err = check(ctx, &c,
 				(size_t)ln->batch * m->q_heads *

@@ -486,6 +486,38 @@ KVT_TEST_T(length_beyond_the_rows_is_never_read, 120)
 	check_wrong_all(WRONG_LENGTH);
 }
 
+/* What may be read the schedule says of its own step; in the next one it is good for nothing. */
+static void check_old_schedule(const struct kv_layout *l, u32 heads, u32 flags)
+{
+	struct world w;
+
+	world_init(&w, l, heads, PAGES_MIXED, lengths_mixed, q_ones, NR_MIXED);
+	run_host(&w, heads, l->nr_layers - 1);
+	run_device(&w, flags, false);
+	next_step(&w);
+	run_device(&w, flags | KVK_ATTN_PLAN, false);
+	KVT_EXPECT_EQ(kvt_nr_finite(w.out, w.nr_out), 0);
+	run_device(&w, flags, false);
+	expect_close(&w, "with a schedule of the next step", heads, l->kind, 6e-2);
+	world_fini(&w);
+}
+
+KVT_TEST_T(schedule_of_another_step_reads_nothing, 120)
+{
+	struct kv_layout l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2, 8, 128);
+
+	check_old_schedule(&l, 96, 0);
+	l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2, 1, 128);
+	check_old_schedule(&l, 12, 0);
+	l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 2);
+	check_old_schedule(&l, 8, 0);
+	check_old_schedule(&l, 64, 0);
+	check_old_schedule(&l, 64, KVK_ATTN_FAST);
+	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 2);
+	check_old_schedule(&l, 8, 0);
+	check_old_schedule(&l, 64, 0);
+}
+
 /* Many failed requests in a row, between good ones, on few SMs' worth of work. */
 KVT_TEST_T(many_failed_requests_in_a_row, 120)
 {
@@ -579,6 +611,7 @@ KVT_TEST(bad_arguments_are_refused)
 ON_THE_GPU(row_outside_the_pool_is_never_read)
 ON_THE_GPU(length_beyond_the_rows_is_never_read)
 ON_THE_GPU(many_failed_requests_in_a_row)
+ON_THE_GPU(schedule_of_another_step_reads_nothing)
 ON_THE_GPU(late_ctas_merge_what_the_others_left)
 #endif /* CONFIG_CUDA */
 

@@ -509,6 +509,26 @@ static void length_beyond(const struct shape *s, u32 bad)
 	world_fini(&w);
 }
 
+/* A schedule says what may be read in its own step. In the next one it is good for nothing. */
+KVT_TEST(hopper_attn_schedule_of_another_step)
+{
+	for (u32 i = 0; i < KV_ARRAY_SIZE(rule_shapes); i++) {
+		const struct shape *s = &rule_shapes[i];
+		struct world w;
+
+		hopper_has_sms(4);
+		make(&w, s, &rule_step);
+		run(&w, s, 0);
+		check(&w, s, "its own step, heads/kv heads");
+		next_step(&w);
+		run(&w, s, KVK_ATTN_PLAN);
+		KVT_EXPECT_EQ(kvt_nr_finite(w.out, w.nr_out), 0);
+		run(&w, s, 0);
+		check(&w, s, "a schedule of the next step, heads/kv heads");
+		world_fini(&w);
+	}
+}
+
 KVT_TEST(hopper_attn_length_beyond_the_rows)
 {
 	for (u32 i = 0; i < KV_ARRAY_SIZE(rule_shapes); i++)
