@@ -18,7 +18,7 @@ bool moe_step_ok(const struct kvk_moe_args *a)
 	const uint32_t slots = a->nr_tokens * a->top_k;
 
 	return p.wl == 1 && p.group == 32 && slots <= STEP_SLOTS &&
-	       slots * a->experts.inter <= STEP_VALUES;
+	       a->nr_tokens <= STEP_LANES && slots * a->experts.inter <= STEP_VALUES;
 }
 
 template <int G> static int step_launch(const struct moe_step *k, cudaStream_t stream)
@@ -55,7 +55,6 @@ int moe_step_launch(struct moe_step *k, uint32_t owner, void *stream)
 	k->packets = (uint64_t *)packets + (size_t)owner * STEP_VALUES / 2;
 	k->any_tag = KV_MUTANT(moe_step_any_tag);
 	k->by_tiles = k->w13.mtiles > 1 ? 0xffffffffu / k->w13.mtiles + 1 : 0;
-	k->by_tokens = k->nr_tokens > 1 ? 0xffffffffu / k->nr_tokens + 1 : 0;
 	k->by_columns = 65535 / k->w2.kbricks + 1;
 	return step_launch<32>(k, (cudaStream_t)stream);
 }

@@ -9,6 +9,9 @@
  *	SECOND	(row tiles, token) of y, all experts of the token, so that nothing is left to add
  *		up between CTAs
  *
+ * A token's SECONDs come behind the FIRSTs of the token after it, so that its h is there when
+ * their weights are.
+ *
  * A CTA is sixteen consumer warps, each with a brick of a stage of sixteen, and a feeding warp
  * that sorts the slots and runs ahead through the units, so that weights of the second product
  * stream while h is on its way.
@@ -106,7 +109,69 @@ __device__ __forceinline__ uint64_t step_same(uint32_t id0, uint32_t id1, uint32
 	return other | (uint64_t)__match_any_sync(~0u, mine) << 32;
 }
 
-/* Put slot @s in its tile; @heads: first slots of tiles. */
+/* struct step_sorted - the feeding warp's: ids of slots lane and lane + 32, in range; slots that
+ * have the same; first slots of tiles, by which tiles are numbered. Lane t: the numbers of the
+ * first units of token t */
+struct step_sorted {
+	uint32_t id[2];
+	uint64_t same[2], heads;
+	uint32_t first, second;
+	uint32_t each; /* SECONDs of a token */
+};
+
+/* Tiles whose first slot is below slot @s. */
+__device__ __forceinline__ uint32_t step_tiles(uint64_t heads, uint32_t s)
+{
+	return __popcll(s < 64 ? heads & ((1ull << s) - 1) : heads);
+}
+
+/* Which slots go together; what follows from it can wait. */
+__device__ __forceinline__ void step_sort(const struct moe_step &a,
+					  struct step_shared &sh, struct step_sorted &o)
+{
+	const uint32_t n = a.nr_tokens * a.top_k, lane = threadIdx.x % 32;
+	const bool more = n > 32;
+
+#pragma unroll
+	for (uint32_t i = 0; i < 2; i++) {
+		const uint32_t s = lane + 32 * i;
+
+		o.id[i] = s < n ? __ldcg(&a.ids[s]) : ~0u;
+		sh.id[s] = o.id[i];
+		/* nobody's: different from all others */
+		o.id[i] = s < n ? min(o.id[i], a.nr_experts - 1) : ~0u - s;
+	}
+	o.heads = 0;
+#pragma unroll
+	for (uint32_t i = 0; i < 2; i++) {
+		const uint32_t s = lane + 32 * i;
+		bool head;
+
+		if (i && !more)
+			break;
+		o.same[i] = step_same(o.id[0], o.id[1], s, more);
+		head = s < n &&
+		       __popcll(o.same[i] & ((1ull << s) - 1)) % STEP_TOKENS == 0;
+		o.heads |= (uint64_t)__ballot_sync(~0u, head) << 32 * i;
+	}
+}
+
+/* The expert of tile @tile, which exists. */
+__device__ __forceinline__ uint32_t step_expert(const struct step_sorted &o,
+						uint32_t tile)
+{
+	uint64_t heads = o.heads;
+	uint32_t s, low, high;
+
+	for (uint32_t i = 0; i < tile; i++)
+		heads &= heads - 1;
+	s = __ffsll((long long)heads) - 1;
+	low = __shfl_sync(~0u, o.id[0], s % 32);
+	high = __shfl_sync(~0u, o.id[1], s % 32);
+	return s < 32 ? low : high;
+}
+
+/* Put slot @s in its tile. */
 __device__ __forceinline__ void step_place(struct step_shared &sh, uint64_t same,
 					   uint64_t heads, uint32_t s, uint32_t id,
 					   uint32_t top_k)
@@ -122,43 +187,28 @@ __device__ __forceinline__ void step_place(struct step_shared &sh, uint64_t same
 	sh.expert[tile] = id;
 }
 
-/* Tiles by the order of their first slots, for up to 64 slots; returns how many. */
-__device__ __forceinline__ uint32_t step_plan(const struct moe_step &a,
-					      struct step_shared &sh)
+/* Tiles by the order of their first slots, for up to 64 slots of up to 32 tokens. */
+__device__ __forceinline__ void step_plan(const struct moe_step &a,
+					  struct step_shared &sh, struct step_sorted &o)
 {
 	const uint32_t n = a.nr_tokens * a.top_k, lane = threadIdx.x % 32;
-	const bool more = n > 32;
-	uint32_t id[2];
-	uint64_t same[2], heads = 0;
+	const uint32_t ahead = min(lane + 2, a.nr_tokens);
 
-#pragma unroll
-	for (uint32_t i = 0; i < 2; i++) {
-		const uint32_t s = lane + 32 * i;
-
-		id[i] = s < n ? __ldcg(&a.ids[s]) : ~0u;
-		sh.id[s] = id[i];
-		/* nobody's: different from all others */
-		id[i] = s < n ? min(id[i], a.nr_experts - 1) : ~0u - s;
-		*(uint64_t *)sh.slots[s] = ~0ull;
-	}
+	*(uint64_t *)sh.slots[lane] = ~0ull;
+	*(uint64_t *)sh.slots[lane + 32] = ~0ull;
 	__syncwarp();
-#pragma unroll
-	for (uint32_t i = 0; i < 2; i++) {
-		const uint32_t s = lane + 32 * i;
-		bool head;
-
-		if (i && !more)
-			break;
-		same[i] = step_same(id[0], id[1], s, more);
-		head = s < n && __popcll(same[i] & ((1ull << s) - 1)) % STEP_TOKENS == 0;
-		heads |= (uint64_t)__ballot_sync(~0u, head) << 32 * i;
-	}
 #pragma unroll
 	for (uint32_t i = 0; i < 2; i++)
 		if (lane + 32 * i < n)
-			step_place(sh, same[i], heads, lane + 32 * i, id[i], a.top_k);
+			step_place(sh, o.same[i], o.heads, lane + 32 * i, o.id[i],
+				   a.top_k);
+	o.each = (a.w2.mtiles + step_rows(a) - 1) >> step_log_rows(a);
+	o.first = step_tiles(o.heads, lane * a.top_k) * a.w13.mtiles +
+		  (lane ? lane - 1 : 0) * o.each;
+	o.second = step_tiles(o.heads, ahead * a.top_k) * a.w13.mtiles + lane * o.each;
+	if (lane >= a.nr_tokens)
+		o.first = o.second = ~0u;
 	__syncwarp();
-	return __popcll(heads);
 }
 
 /* n / d by moe_step's @by of d; one warp's chain of instructions is what a step waits for */
@@ -167,27 +217,31 @@ __device__ __forceinline__ uint32_t step_div(uint32_t n, uint32_t by)
 	return by ? __umulhi(n, by) : n;
 }
 
-__device__ __forceinline__ struct step_unit step_decode(const struct moe_step &a,
-							uint32_t nr_tiles, uint32_t c)
+__device__ __forceinline__ struct step_unit step_first(const struct moe_step &a,
+						       uint32_t c)
 {
-	const uint32_t nr_first = nr_tiles * a.w13.mtiles;
-	struct step_unit u = {STEP_FIRST, 0, 0, 0};
+	const uint32_t tile = step_div(c, a.by_tiles);
+	const struct step_unit u = {STEP_FIRST, tile, c - tile * a.w13.mtiles,
+				    a.w13.kbricks};
 
-	if (c < nr_first) {
-		u.tile = step_div(c, a.by_tiles);
-		u.row = c - u.tile * a.w13.mtiles;
-		u.nr = a.w13.kbricks;
+	return u;
+}
+
+/* Unit number @c: FIRSTs of token 0, of 1, SECONDs of 0, FIRSTs of 2, SECONDs of 1 and so on. */
+__device__ __forceinline__ struct step_unit
+step_decode(const struct moe_step &a, const struct step_sorted &o, uint32_t c)
+{
+	const uint32_t firsts = __popc(__ballot_sync(~0u, o.first <= c));
+	const uint32_t seconds = __popc(__ballot_sync(~0u, o.second <= c));
+	struct step_unit u = {STEP_END, seconds - 1, 0, 0};
+
+	if (!seconds || firsts > seconds + 1)
+		return step_first(a, c - (firsts < 2 ? 0 : firsts - 2) * o.each);
+	u.row = (c - __shfl_sync(~0u, o.second, seconds - 1)) << step_log_rows(a);
+	if (u.row >= a.w2.mtiles)
 		return u;
-	}
-	/* tokens of a row tile one after the other: where they share an expert, its weights are
-	 * in L2 */
-	c -= nr_first;
-	u.row = step_div(c, a.by_tokens);
-	u.tile = c - u.row * a.nr_tokens;
-	u.row <<= step_log_rows(a);
-	u.type = u.row < a.w2.mtiles ? STEP_SECOND : STEP_END;
-	if (u.type == STEP_SECOND)
-		u.nr = (a.top_k * a.w2.kbricks) << step_log_rows(a);
+	u.type = STEP_SECOND;
+	u.nr = (a.top_k * a.w2.kbricks) << step_log_rows(a);
 	return u;
 }
 
@@ -224,12 +278,12 @@ __device__ __forceinline__ void step_stage(struct moe_ring &r, uint32_t j,
 /* A row tile's bricks; where they lie one after the other four are a piece. */
 template <int G>
 __device__ __forceinline__ void
-step_stream_first(const struct moe_step &a, const struct step_shared &sh,
-		  const struct step_unit &u, struct moe_ring &r, uint64_t policy)
+step_stream_first(const struct moe_step &a, uint32_t expert, const struct step_unit &u,
+		  struct moe_ring &r, uint64_t policy)
 {
 	constexpr uint32_t BRICK = step_shape<G>::BRICK;
 	const uint32_t piece = a.w13.wl == 1 ? 4 : 1, j = threadIdx.x % 32 * piece;
-	const uint8_t *src = step_brick<G>(a.w13, sh.expert[u.tile], u.row, j);
+	const uint8_t *src = step_brick<G>(a.w13, expert, u.row, j);
 
 	for (uint32_t left = u.nr;; left -= STEP_WARPS) {
 		const uint32_t n = min(STEP_WARPS, left);
@@ -297,19 +351,41 @@ __device__ __forceinline__ void step_leave(const struct moe_step &a,
 	}
 }
 
-/* Claims units, hands them on, streams their weights. A CTA's first one is its own number. */
+/* A CTA's first unit is its own number. Is it a FIRST, its weights are asked for before anything
+ * else is worked out. */
+template <int G>
+__device__ __forceinline__ bool step_begin(const struct moe_step &a,
+					   struct step_shared &sh, struct step_sorted &o,
+					   struct moe_ring &r, uint64_t policy)
+{
+	struct step_unit u = step_first(a, blockIdx.x);
+
+	/* worked out while the kernel before still runs */
+	asm volatile("" : "+r"(u.tile), "+r"(u.row), "+r"(u.nr));
+	ptx_grid_wait();
+	step_sort(a, sh, o);
+	if (u.tile >= step_tiles(o.heads, 2 * a.top_k))
+		return false;
+	step_stream_first<G>(a, step_expert(o, u.tile), u, r, policy);
+	return true;
+}
+
+/* Claims units, hands them on, streams their weights. */
 template <int G>
 __device__ __forceinline__ void step_feed(const struct moe_step &a,
 					  struct step_shared &sh, struct moe_ring r)
 {
 	const uint32_t lane = threadIdx.x % 32;
 	const uint64_t policy = ptx_policy_stream();
+	struct step_sorted o;
+	bool begun = step_begin<G>(a, sh, o, r, policy);
 	const uint32_t calls = __ldcg(&a.state[2]);
-	const uint32_t nr_tiles = step_plan(a, sh);
-	struct step_unit u = step_decode(a, nr_tiles, blockIdx.x);
+	struct step_unit u;
 	struct moe_place p = {};
-	uint32_t c = 0;
+	uint32_t c = blockIdx.x;
 
+	step_plan(a, sh, o);
+	u = step_decode(a, o, c);
 	if (lane == 0)
 		sh.tag = calls % STEP_TAGS + 1;
 	for (;; place_next(p)) {
@@ -324,11 +400,13 @@ __device__ __forceinline__ void step_feed(const struct moe_step &a,
 		/* the round trip of the claim hides behind the unit's own weights */
 		if (lane == 0)
 			c = gridDim.x + atomicAdd(&a.state[0], 1);
-		if (u.type == STEP_FIRST)
-			step_stream_first<G>(a, sh, u, r, policy);
-		else
+		if (u.type == STEP_SECOND)
 			step_stream_second<G>(a, sh, u, r, policy);
-		u = step_decode(a, nr_tiles, __shfl_sync(~0u, c, 0));
+		else if (!begun)
+			step_stream_first<G>(a, sh.expert[u.tile], u, r, policy);
+		begun = false;
+		c = __shfl_sync(~0u, c, 0);
+		u = step_decode(a, o, c);
 	}
 	step_leave(a, sh, calls, p);
 }

@@ -10,6 +10,7 @@
 #include "moe_int4.cuh"
 
 #define STEP_SLOTS 64u /* tokens x top k that are sorted */
+#define STEP_LANES 32u /* tokens: a lane of the feeding warp knows one's units */
 #define STEP_VALUES \
 	8192u /* of h: slots x inter. From there on moe_int4.cuh's kernel is better */
 #define STEP_OWNERS 64u /* workspaces that have packets of their own */
@@ -30,8 +31,7 @@ struct moe_step {
 	uint32_t top_k;
 	uint32_t nr_experts;
 	uint32_t by_columns; /* 65536 / w2.kbricks, rounded up */
-	uint32_t by_tiles;   /* 2^32 / w13.mtiles and / nr_tokens, rounded up; 0: of 1 */
-	uint32_t by_tokens;
+	uint32_t by_tiles;   /* 2^32 / w13.mtiles, rounded up; 0: of 1 */
 	uint32_t scale_f16;
 	uint32_t accumulate;
 	uint32_t loads_only; /* bench: stream everything, multiply nothing */

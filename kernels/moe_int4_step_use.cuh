@@ -217,7 +217,7 @@ __device__ __forceinline__ void step_first_end(const struct moe_step &a,
 		gate += sums[w * STEP_WARP_SUMS];
 		up += sums[w * STEP_WARP_SUMS + 16];
 	}
-	h = swiglu(gate, up);
+	h = __fdividef(gate, 1.0f + __expf(-gate)) * up;
 	top = __float_as_uint(h) & 0x7fffffffu;
 #pragma unroll
 	for (uint32_t i = 1; i < 16; i *= 2)
@@ -332,9 +332,9 @@ __global__ void __launch_bounds__(STEP_THREADS, 1)
 	}
 	__syncthreads();
 	ptx_grid_launch();
-	ptx_grid_wait();
 	if (threadIdx.x / 32 < STEP_WARPS) {
 		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOE_REGS_USE));
+		ptx_grid_wait();
 		step_use<G>(a, sh, r);
 	} else {
 		SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOE_REGS_FEED));
