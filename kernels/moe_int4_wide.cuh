@@ -25,6 +25,7 @@
 
 #include "moe_int4_wide.h"
 #include "moe_int4_wide_store.cuh"
+#include "moe_loads.h"
 #include "moe_pack.h"
 #include "moe_plan.cuh"
 #include "moe_ptx.cuh"
@@ -256,9 +257,11 @@ __device__ __forceinline__ void wide_unit(float (&acc)[2][N / 2], uint32_t kbric
 			wgm_desc(__shfl_sync(~0u, r.tokens + r.stage * S::TOKENS, 0));
 
 		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
+		if (MOE_LOADS_ONLY && k && lane == 0)
+			ptx_mbar_arrive(before);
 		wide_fetch<G>(raw[0], brick, 0);
 #pragma unroll
-		for (int kb = 0; kb < 4; kb++) {
+		for (int kb = 0; kb < 4 && !MOE_LOADS_ONLY; kb++) {
 			uint32_t(&op)[2][2][4] = a[kb % PLACES];
 
 			if (kb < 3)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * moe_loads.h - whether a file's kernels leave their products out. A benchmark compiles some of
- * them once more so, to see what their loads alone cost (tests/bench/kernels_fp8_loads.cu);
+ * them once more so, to see what their loads alone cost (tests/bench/kernels_fp8_loads.cu, kernels_int4_loads.cu);
  * everywhere else they multiply.
  */
 #ifndef KVK_MOE_LOADS_H

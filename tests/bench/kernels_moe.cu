@@ -4,8 +4,8 @@
  *
  * Weights are random bytes in packed order (the repack has its own test), routing is
  * drawn per call so that a graph's calls use different experts, and a line is checked
- * against float64 on the dequantised weights (kernels_moe_check.cu). INT4 up to 256 tokens and all
- * of FP8 stand beside their own loads: the same kernel in the same run with its products left
+ * against float64 on the dequantised weights (kernels_moe_check.cu). All lines
+ * stand beside their own loads: the same kernel in the same run with its products left
  * out, what the access pattern alone costs. One thread.
  */
 #include "kernels_moe.h"
@@ -20,7 +20,7 @@
 
 #define TOP_K	    8u
 #define NR_COLUMNS  12u
-#define LOADS_MAX   256u /* tokens; the kernel for more always multiplies */
+#define LOADS_MAX   256u /* tokens of which the kernel itself can leave its products out */
 #define LOADS_REPS  5u	 /* their spread is a fraction of a percent */
 #define SETS_MAX    96u
 #define FP8_SETS    8u
@@ -126,7 +126,10 @@ static int call_int4(struct kvb_ctx *ctx, void *arg, uint32_t set)
 	a.act_dtype = KVK_BF16;
 	a.workspace = d->ws;
 	a.workspace_bytes = d->ws_bytes;
-	return (d->loads_only ? kvk_moe_int4_loads : kvk_moe_int4_cuda)(&a, ctx->stream);
+	if (!d->loads_only)
+		return kvk_moe_int4_cuda(&a, ctx->stream);
+	return (d->nr_tokens <= LOADS_MAX ? kvk_moe_int4_loads
+					  : kvk_moe_int4_wide_loads)(&a, ctx->stream);
 }
 
 /* Draw an expert: all alike, or with weight 1 / (1 + rank). */
@@ -300,7 +303,7 @@ static int line(struct kvb_ctx *ctx, struct kvb_moe *d, const struct model *m,
 	r = ctx->check ? kvb_moe_check(ctx, d, call_int4, &row.err) : 0;
 	if (!r)
 		r = kvb_time(ctx, call_int4, d, nr_calls, nr_calls, &row);
-	if (!r && d->nr_tokens <= LOADS_MAX)
+	if (!r)
 		r = time_loads(ctx, d, call_int4, nr_calls, nr_calls, &row);
 	if (!r)
 		kvb_row_add(ctx, &row);

@@ -46,6 +46,12 @@ int kvb_moe_check(struct kvb_ctx *ctx, struct kvb_moe *d, kvb_call call, double 
 extern "C" int kvk_moe_fp8_loads(const struct kvk_moe_args *a, kvk_stream stream);
 
 /**
+ * kvk_moe_int4_wide_loads() - kvk_moe_int4_cuda() where moe_int4_wide.cuh works, without its
+ * products; y is meaningless
+ */
+extern "C" int kvk_moe_int4_wide_loads(const struct kvk_moe_args *a, kvk_stream stream);
+
+/**
  * kvb_moe_ref() - queue float64 on the dequantised weights of tokens @tokens (up to
  *	KVB_CHECK_TOKENS), of data set 0: to d->ref, [token][hidden]
  */
