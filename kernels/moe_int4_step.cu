@@ -7,7 +7,7 @@
 #include "moe_int4_step_use.cuh"
 
 /* Zero at first, as counters are between calls; packets keep what their last call left. */
-__device__ uint32_t moe_step_state[STEP_OWNERS][4];
+__device__ uint32_t moe_step_state[STEP_OWNERS][2];
 __device__ alignas(16) uint64_t moe_step_packets[STEP_OWNERS][STEP_VALUES / 2];
 
 bool moe_step_ok(const struct kvk_moe_args *a)
@@ -19,6 +19,13 @@ bool moe_step_ok(const struct kvk_moe_args *a)
 
 	return p.wl == 1 && p.group == 32 && slots <= STEP_SLOTS &&
 	       a->nr_tokens <= STEP_LANES && slots * a->experts.inter <= STEP_VALUES;
+}
+
+/* As many as fill a stage, and not only one, so that neighbours' bricks are one piece.
+ * @bricks: of a row tile */
+static uint32_t step_log_rows(uint32_t bricks)
+{
+	return bricks > 4 ? 1 : bricks > 2 ? 2 : 5 - bricks;
 }
 
 template <int G> static int step_launch(const struct moe_step *k, cudaStream_t stream)
@@ -51,10 +58,11 @@ int moe_step_launch(struct moe_step *k, uint32_t owner, void *stream)
 	if (cudaGetSymbolAddress(&state, moe_step_state) ||
 	    cudaGetSymbolAddress(&packets, moe_step_packets))
 		return -EIO;
-	k->state = (uint32_t *)state + 4 * owner;
+	k->state = (uint32_t *)state + 2 * owner;
 	k->packets = (uint64_t *)packets + (size_t)owner * STEP_VALUES / 2;
 	k->any_tag = KV_MUTANT(moe_step_any_tag);
 	k->by_tiles = k->w13.mtiles > 1 ? 0xffffffffu / k->w13.mtiles + 1 : 0;
+	k->log_rows = step_log_rows(k->top_k * k->w2.kbricks);
 	k->by_columns = 65535 / k->w2.kbricks + 1;
 	return step_launch<32>(k, (cudaStream_t)stream);
 }

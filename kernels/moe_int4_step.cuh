@@ -3,7 +3,7 @@
  * moe_int4_step.cuh - one persistent kernel for the routed INT4 experts of a decode step of few
  * tokens, where the time is latency: a rank of a wide split.
  *
- * Units are claimed in order from one counter:
+ * Units are dealt out in turn, CTA b has b, b + CTAs and so on:
  *
  *	FIRST	(token tile, row tile) of h = silu(W1 x) * (W3 x)
  *	SECOND	(row tiles, token) of y, all experts of the token, so that nothing is left to add
@@ -12,14 +12,16 @@
  * A token's SECONDs come behind the FIRSTs of the token after it, so that its h is there when
  * their weights are.
  *
- * A CTA is sixteen consumer warps, each with a brick of a stage of sixteen, and a feeding warp
- * that sorts the slots and runs ahead through the units, so that weights of the second product
- * stream while h is on its way.
+ * A CTA is sixteen consumer warps, each with a brick of a stage of sixteen, a feeding warp that
+ * runs ahead through the units, so that weights of the second product stream while h is on its way,
+ * and one that works out who multiplies what. Both sort the slots, so that the first weights are
+ * asked for as soon as ids are there; what else comes from memory is asked for before them, as
+ * it would wait behind them.
  *
  * h travels in packets of eight bytes: two columns and, in the same word, a tag that says which
  * call they are of. Who needs them reads until the tag is right; no counter, no fence, no second
  * read. Packets are in memory of their own, which nobody else writes to: a tag cannot be there by
- * chance. A unit waits only for units claimed before it.
+ * chance. A unit waits only for units of smaller numbers, and a CTA takes its own in order.
  *
  * Arithmetic as in moe_int4.cuh; h is f16 with a power of two per 16 columns on its way and per
  * 128 in the products.
@@ -32,7 +34,7 @@
 
 #define STEP_WARPS 16u /* consumers */
 #define STEP_THREADS \
-	MOE_THREADS /* a feeding warp, and three that only give up registers */
+	MOE_THREADS /* a feeding warp, one that plans, and two that only give up registers */
 #define STEP_STAGES	5u
 #define STEP_TOKENS	8u	  /* of a tile */
 #define STEP_TAGS	0xffffffu /* a tag is 24 bits and never 0 */
@@ -55,13 +57,16 @@ struct step_shared {
 	uint64_t full[STEP_STAGES], empty[STEP_STAGES];
 	uint64_t q_full[MOE_QUEUE], q_empty[MOE_QUEUE];
 	uint64_t sums_free; /* of a unit's sums: who reads them is through */
+	uint64_t planned;   /* what follows is there, but for sums */
 	struct step_unit unit[MOE_QUEUE];
 	uint32_t tag;
 	uint32_t expert[STEP_SLOTS]; /* of a tile */
-	uint32_t id[STEP_SLOTS];     /* of a slot, as it came */
+	uint32_t id[STEP_SLOTS];     /* of a slot, in range */
+	float weight[STEP_SLOTS];    /* NaN where the id was not */
 	/* of a tile; STEP_NONE: none */
 	alignas(8) uint8_t slots[STEP_SLOTS][STEP_TOKENS];
 	uint8_t tokens[STEP_SLOTS][STEP_TOKENS];
+	uint8_t nr[STEP_SLOTS];
 	float sums[STEP_WARPS * STEP_WARP_SUMS];
 };
 
@@ -73,20 +78,6 @@ template <int G> struct step_shape {
 	static constexpr uint32_t DYNAMIC =
 		STEP_STAGES * STAGE + 2 * STEP_WARPS * STEP_SLOT + 2 * STEP_ROW + 128u;
 };
-
-/* Row tiles of a SECOND unit: a power of two, as many as fill a stage, and not only one, so that
- * neighbours' bricks are one piece. */
-__device__ __forceinline__ uint32_t step_log_rows(const struct moe_step &a)
-{
-	const uint32_t bricks = a.top_k * a.w2.kbricks; /* of a row tile */
-
-	return bricks > 4 ? 1 : bricks > 2 ? 2 : 5 - bricks;
-}
-
-__device__ __forceinline__ uint32_t step_rows(const struct moe_step &a)
-{
-	return 1u << step_log_rows(a);
-}
 
 /* --------------------------------------------------------------------------- feeding warp
  */
@@ -109,14 +100,17 @@ __device__ __forceinline__ uint64_t step_same(uint32_t id0, uint32_t id1, uint32
 	return other | (uint64_t)__match_any_sync(~0u, mine) << 32;
 }
 
-/* struct step_sorted - the feeding warp's: ids of slots lane and lane + 32, in range; slots that
- * have the same; first slots of tiles, by which tiles are numbered. Lane t: the numbers of the
- * first units of token t */
+/* struct step_sorted - a warp's: ids of slots lane and lane + 32, in range; slots that have the
+ * same; first slots of tiles, by which tiles are numbered */
 struct step_sorted {
 	uint32_t id[2];
 	uint64_t same[2], heads;
-	uint32_t first, second;
-	uint32_t each; /* SECONDs of a token */
+	uint32_t bad; /* bit i: the lane's i-th id was out of range */
+};
+
+/* struct step_order - lane t: numbers of the first units of token t; @each: SECONDs of a token */
+struct step_order {
+	uint32_t first, second, each;
 };
 
 /* Tiles whose first slot is below slot @s. */
@@ -125,23 +119,23 @@ __device__ __forceinline__ uint32_t step_tiles(uint64_t heads, uint32_t s)
 	return __popcll(s < 64 ? heads & ((1ull << s) - 1) : heads);
 }
 
-/* Which slots go together; what follows from it can wait. */
-__device__ __forceinline__ void step_sort(const struct moe_step &a,
-					  struct step_shared &sh, struct step_sorted &o)
+/* Which slots go together. */
+__device__ __forceinline__ void step_sort(const struct moe_step &a, struct step_sorted &o)
 {
 	const uint32_t n = a.nr_tokens * a.top_k, lane = threadIdx.x % 32;
 	const bool more = n > 32;
 
+	o.bad = 0;
+	o.heads = 0;
 #pragma unroll
 	for (uint32_t i = 0; i < 2; i++) {
 		const uint32_t s = lane + 32 * i;
 
 		o.id[i] = s < n ? __ldcg(&a.ids[s]) : ~0u;
-		sh.id[s] = o.id[i];
+		o.bad |= (uint32_t)(o.id[i] >= a.nr_experts) << i;
 		/* nobody's: different from all others */
 		o.id[i] = s < n ? min(o.id[i], a.nr_experts - 1) : ~0u - s;
 	}
-	o.heads = 0;
 #pragma unroll
 	for (uint32_t i = 0; i < 2; i++) {
 		const uint32_t s = lane + 32 * i;
@@ -160,15 +154,16 @@ __device__ __forceinline__ void step_sort(const struct moe_step &a,
 __device__ __forceinline__ uint32_t step_expert(const struct step_sorted &o,
 						uint32_t tile)
 {
-	uint64_t heads = o.heads;
-	uint32_t s, low, high;
+	uint32_t mine = 0;
 
-	for (uint32_t i = 0; i < tile; i++)
-		heads &= heads - 1;
-	s = __ffsll((long long)heads) - 1;
-	low = __shfl_sync(~0u, o.id[0], s % 32);
-	high = __shfl_sync(~0u, o.id[1], s % 32);
-	return s < 32 ? low : high;
+#pragma unroll
+	for (uint32_t i = 0; i < 2; i++) {
+		const uint32_t s = threadIdx.x % 32 + 32 * i;
+
+		if (o.heads >> s & 1 && step_tiles(o.heads, s) == tile)
+			mine = o.id[i];
+	}
+	return ptx_redux_max(mine);
 }
 
 /* Put slot @s in its tile. */
@@ -184,31 +179,42 @@ __device__ __forceinline__ void step_place(struct step_shared &sh, uint64_t same
 	tile = __popcll(heads & ((same & -same) - 1));
 	sh.slots[tile][rank % STEP_TOKENS] = (uint8_t)s;
 	sh.tokens[tile][rank % STEP_TOKENS] = (uint8_t)(s / top_k);
+	if (rank % STEP_TOKENS)
+		return;
 	sh.expert[tile] = id;
+	sh.nr[tile] = (uint8_t)min(STEP_TOKENS, (uint32_t)__popcll(same & (~0ull << s)));
 }
 
-/* Tiles by the order of their first slots, for up to 64 slots of up to 32 tokens. */
+/* The planning warp: tiles in the order of their first slots, the call's tag. */
 __device__ __forceinline__ void step_plan(const struct moe_step &a,
-					  struct step_shared &sh, struct step_sorted &o)
+					  struct step_shared &sh)
 {
 	const uint32_t n = a.nr_tokens * a.top_k, lane = threadIdx.x % 32;
-	const uint32_t ahead = min(lane + 2, a.nr_tokens);
+	struct step_sorted o;
+	uint32_t calls;
+	float weight[2];
 
-	*(uint64_t *)sh.slots[lane] = ~0ull;
-	*(uint64_t *)sh.slots[lane + 32] = ~0ull;
-	__syncwarp();
+	ptx_grid_wait();
+	calls = __ldcg(&a.state[1]);
 #pragma unroll
 	for (uint32_t i = 0; i < 2; i++)
-		if (lane + 32 * i < n)
-			step_place(sh, o.same[i], o.heads, lane + 32 * i, o.id[i],
-				   a.top_k);
-	o.each = (a.w2.mtiles + step_rows(a) - 1) >> step_log_rows(a);
-	o.first = step_tiles(o.heads, lane * a.top_k) * a.w13.mtiles +
-		  (lane ? lane - 1 : 0) * o.each;
-	o.second = step_tiles(o.heads, ahead * a.top_k) * a.w13.mtiles + lane * o.each;
-	if (lane >= a.nr_tokens)
-		o.first = o.second = ~0u;
+		weight[i] = lane + 32 * i < n ? __ldcg(&a.weights[lane + 32 * i]) : 0.0f;
+	step_sort(a, o);
+#pragma unroll
+	for (uint32_t i = 0; i < 2; i++) {
+		const uint32_t s = lane + 32 * i;
+
+		if (s >= n)
+			continue;
+		step_place(sh, o.same[i], o.heads, s, o.id[i], a.top_k);
+		sh.id[s] = o.id[i];
+		sh.weight[s] = o.bad >> i & 1 ? NAN : weight[i];
+	}
+	if (lane == 0)
+		sh.tag = calls + 1;
 	__syncwarp();
+	if (lane == 0)
+		ptx_mbar_arrive(ptx_smem(&sh.planned));
 }
 
 /* n / d by moe_step's @by of d; one warp's chain of instructions is what a step waits for */
@@ -227,9 +233,24 @@ __device__ __forceinline__ struct step_unit step_first(const struct moe_step &a,
 	return u;
 }
 
+__device__ __forceinline__ struct step_order step_order_make(const struct moe_step &a,
+							     uint64_t heads)
+{
+	const uint32_t t = threadIdx.x % 32, ahead = min(t + 2, a.nr_tokens);
+	struct step_order o;
+
+	o.each = (a.w2.mtiles + (1u << a.log_rows) - 1) >> a.log_rows;
+	o.first =
+		step_tiles(heads, t * a.top_k) * a.w13.mtiles + (t ? t - 1 : 0) * o.each;
+	o.second = step_tiles(heads, ahead * a.top_k) * a.w13.mtiles + t * o.each;
+	if (t >= a.nr_tokens)
+		o.first = o.second = ~0u;
+	return o;
+}
+
 /* Unit number @c: FIRSTs of token 0, of 1, SECONDs of 0, FIRSTs of 2, SECONDs of 1 and so on. */
 __device__ __forceinline__ struct step_unit
-step_decode(const struct moe_step &a, const struct step_sorted &o, uint32_t c)
+step_decode(const struct moe_step &a, const struct step_order &o, uint32_t c)
 {
 	const uint32_t firsts = __popc(__ballot_sync(~0u, o.first <= c));
 	const uint32_t seconds = __popc(__ballot_sync(~0u, o.second <= c));
@@ -237,11 +258,11 @@ step_decode(const struct moe_step &a, const struct step_sorted &o, uint32_t c)
 
 	if (!seconds || firsts > seconds + 1)
 		return step_first(a, c - (firsts < 2 ? 0 : firsts - 2) * o.each);
-	u.row = (c - __shfl_sync(~0u, o.second, seconds - 1)) << step_log_rows(a);
+	u.row = (c - __shfl_sync(~0u, o.second, seconds - 1)) << a.log_rows;
 	if (u.row >= a.w2.mtiles)
 		return u;
 	u.type = STEP_SECOND;
-	u.nr = (a.top_k * a.w2.kbricks) << step_log_rows(a);
+	u.nr = (a.top_k * a.w2.kbricks) << a.log_rows;
 	return u;
 }
 
@@ -275,25 +296,70 @@ __device__ __forceinline__ void step_stage(struct moe_ring &r, uint32_t j,
 	ring_next<STEP_STAGES>(r);
 }
 
-/* A row tile's bricks; where they lie one after the other four are a piece. */
+/* A row tile's bricks from @k on, four a piece: they lie one after the other. */
 template <int G>
 __device__ __forceinline__ void
 step_stream_first(const struct moe_step &a, uint32_t expert, const struct step_unit &u,
-		  struct moe_ring &r, uint64_t policy)
+		  uint32_t k, struct moe_ring &r, uint64_t policy)
 {
 	constexpr uint32_t BRICK = step_shape<G>::BRICK;
-	const uint32_t piece = a.w13.wl == 1 ? 4 : 1, j = threadIdx.x % 32 * piece;
-	const uint8_t *src = step_brick<G>(a.w13, expert, u.row, j);
+	const uint32_t j = threadIdx.x % 32 * 4;
+	const uint8_t *src = step_brick<G>(a.w13, expert, u.row, k + j);
 
-	for (uint32_t left = u.nr;; left -= STEP_WARPS) {
+	for (uint32_t left = u.nr - k; k < u.nr; left -= STEP_WARPS, k += STEP_WARPS) {
 		const uint32_t n = min(STEP_WARPS, left);
 
-		step_stage<G>(r, j, src, j < n ? min(piece, n - j) * BRICK : 0, n * BRICK,
+		step_stage<G>(r, j, src, j < n ? min(4u, n - j) * BRICK : 0, n * BRICK,
 			      policy);
-		if (left <= STEP_WARPS)
-			return;
-		src += STEP_WARPS * a.w13.wl * BRICK;
+		src += STEP_WARPS * BRICK;
 	}
+}
+
+/* struct step_start - of the stages that a CTA begins with, all at once while the ring is empty:
+ * the lane's piece, whose bytes are at @at of its expert */
+struct step_start {
+	uint32_t at, stage, brick, bytes, all;
+};
+
+/* What can be worked out while the kernel before still runs. */
+template <int G>
+__device__ __forceinline__ struct step_start step_start_make(const struct moe_step &a,
+							     const struct step_unit &u)
+{
+	constexpr uint32_t BRICK = step_shape<G>::BRICK;
+	const uint32_t lane = threadIdx.x % 32;
+	const uint32_t from = lane / 4 * STEP_WARPS + lane % 4 * 4; /* of the row tile */
+	struct step_start s = {};
+
+	s.at = (u.row * u.nr + from) * BRICK;
+	s.stage = lane / 4;
+	s.brick = lane % 4 * 4;
+	if (s.stage < STEP_STAGES && from < u.nr)
+		s.bytes = min(4u, u.nr - from) * BRICK;
+	if (s.stage < STEP_STAGES && lane % 4 == 0 && from < u.nr)
+		s.all = min(STEP_WARPS, u.nr - from) * BRICK;
+	asm volatile("" : "+r"(s.at), "+r"(s.stage), "+r"(s.bytes), "+r"(s.all));
+	return s;
+}
+
+template <int G>
+__device__ __forceinline__ void
+step_begin(const struct moe_step &a, const struct step_start &s, uint32_t expert,
+	   const struct step_unit &u, struct moe_ring &r, uint64_t policy)
+{
+	using S = step_shape<G>;
+	const uint32_t bar = r.full + 8 * s.stage;
+	const uint32_t nr = min((u.nr + STEP_WARPS - 1) / STEP_WARPS, STEP_STAGES);
+
+	if (s.all)
+		ptx_mbar_expect(bar, s.all);
+	__syncwarp();
+	if (s.bytes)
+		ptx_bulk_stream(r.base + s.stage * S::STAGE + s.brick * S::BRICK,
+				a.w13.base + expert * a.w13.expert_bytes + s.at, s.bytes,
+				bar, policy);
+	ring_skip<STEP_STAGES>(r, nr);
+	step_stream_first<G>(a, expert, u, nr * STEP_WARPS, r, policy);
 }
 
 /* Bricks by (slot, column brick, row tile): neighbouring row tiles' are a piece. Of a last unit
@@ -304,7 +370,7 @@ step_stream_second(const struct moe_step &a, const struct step_shared &sh,
 		   const struct step_unit &u, struct moe_ring &r, uint64_t policy)
 {
 	constexpr uint32_t BRICK = step_shape<G>::BRICK;
-	const uint32_t log = step_log_rows(a), rows = 1u << log;
+	const uint32_t log = a.log_rows, rows = 1u << log;
 	const uint32_t there = min(rows, a.w2.mtiles - u.row);
 	const uint32_t piece = a.w2.wl == 1 ? 1 : min(rows, a.w2.wl);
 	const uint32_t j = threadIdx.x % 32 * piece, row = j & (rows - 1);
@@ -316,29 +382,27 @@ step_stream_second(const struct moe_step &a, const struct step_shared &sh,
 		const uint8_t *src = NULL;
 
 		if (mine)
-			src = step_brick<G>(
-				a.w2, min(sh.id[u.tile * a.top_k + s], a.nr_experts - 1),
-				u.row + row, all - s * a.w2.kbricks);
+			src = step_brick<G>(a.w2, sh.id[u.tile * a.top_k + s],
+					    u.row + row, all - s * a.w2.kbricks);
 		step_stage<G>(r, j, src, mine ? min(piece, there - row) * BRICK : 0,
 			      (n >> log) * there * BRICK, policy);
 	}
 }
 
-/* The last CTA leaves the counters at zero and counts the call. When tags begin anew, old
+/* The last CTA leaves the counter at zero and counts the call. When tags begin anew, old
  * packets must go, and not before the consumers have seen all of this call's. */
 __device__ __forceinline__ void step_leave(const struct moe_step &a,
-					   struct step_shared &sh, uint32_t calls,
-					   struct moe_place p)
+					   struct step_shared &sh, struct moe_place p)
 {
-	const uint32_t lane = threadIdx.x % 32;
-	const bool wrap = (calls + 1) % STEP_TAGS == 0;
+	const uint32_t lane = threadIdx.x % 32, tag = sh.tag;
+	const bool wrap = tag == STEP_TAGS;
 	uint32_t before = 0;
 
 	if (wrap)
 		ptx_mbar_wait(ptx_smem(&sh.q_empty[p.q]), p.phase);
 	if (lane == 0) {
 		__threadfence();
-		before = atomicAdd(&a.state[1], 1);
+		before = atomicAdd(&a.state[0], 1);
 	}
 	if (__shfl_sync(~0u, before, 0) != gridDim.x - 1)
 		return;
@@ -346,69 +410,49 @@ __device__ __forceinline__ void step_leave(const struct moe_step &a,
 		a.packets[i] = 0;
 	if (lane == 0) {
 		a.state[0] = 0;
-		a.state[1] = 0;
-		a.state[2] = calls + 1;
+		a.state[1] = wrap ? 0 : tag;
 	}
 }
 
-/* A CTA's first unit is its own number. Is it a FIRST, its weights are asked for before anything
- * else is worked out. */
-template <int G>
-__device__ __forceinline__ bool step_begin(const struct moe_step &a,
-					   struct step_shared &sh, struct step_sorted &o,
-					   struct moe_ring &r, uint64_t policy)
-{
-	struct step_unit u = step_first(a, blockIdx.x);
-
-	/* worked out while the kernel before still runs */
-	asm volatile("" : "+r"(u.tile), "+r"(u.row), "+r"(u.nr));
-	ptx_grid_wait();
-	step_sort(a, sh, o);
-	if (u.tile >= step_tiles(o.heads, 2 * a.top_k))
-		return false;
-	step_stream_first<G>(a, step_expert(o, u.tile), u, r, policy);
-	return true;
-}
-
-/* Claims units, hands them on, streams their weights. */
+/* Deals out units, hands them on, streams their weights. */
 template <int G>
 __device__ __forceinline__ void step_feed(const struct moe_step &a,
 					  struct step_shared &sh, struct moe_ring r)
 {
 	const uint32_t lane = threadIdx.x % 32;
 	const uint64_t policy = ptx_policy_stream();
+	struct step_unit u = step_first(a, blockIdx.x);
+	const struct step_start start = step_start_make<G>(a, u);
+	struct step_order order;
 	struct step_sorted o;
-	bool begun = step_begin<G>(a, sh, o, r, policy);
-	const uint32_t calls = __ldcg(&a.state[2]);
-	struct step_unit u;
 	struct moe_place p = {};
-	uint32_t c = blockIdx.x;
+	bool begun;
 
-	step_plan(a, sh, o);
-	u = step_decode(a, o, c);
-	if (lane == 0)
-		sh.tag = calls % STEP_TAGS + 1;
-	for (;; place_next(p)) {
+	ptx_grid_wait();
+	step_sort(a, o);
+	/* the first two tokens' FIRSTs are known without more */
+	begun = u.tile < step_tiles(o.heads, 2 * a.top_k);
+	if (begun)
+		step_begin<G>(a, start, step_expert(o, u.tile), u, r, policy);
+	order = step_order_make(a, o.heads);
+	for (uint32_t c = blockIdx.x;; c += gridDim.x, place_next(p)) {
+		u = step_decode(a, order, c);
 		ptx_mbar_wait(ptx_smem(&sh.q_empty[p.q]), p.phase ^ 1);
-		if (lane == 0)
+		if (lane == 0) {
 			sh.unit[p.q] = u;
-		__syncwarp(); /* the first time: all that step_plan() wrote */
-		if (lane == 0)
 			ptx_mbar_arrive(ptx_smem(&sh.q_full[p.q]));
+		}
+		__syncwarp();
+		ptx_mbar_wait(ptx_smem(&sh.planned), 0);
 		if (u.type == STEP_END)
 			break;
-		/* the round trip of the claim hides behind the unit's own weights */
-		if (lane == 0)
-			c = gridDim.x + atomicAdd(&a.state[0], 1);
 		if (u.type == STEP_SECOND)
 			step_stream_second<G>(a, sh, u, r, policy);
 		else if (!begun)
-			step_stream_first<G>(a, sh.expert[u.tile], u, r, policy);
+			step_stream_first<G>(a, sh.expert[u.tile], u, 0, r, policy);
 		begun = false;
-		c = __shfl_sync(~0u, c, 0);
-		u = step_decode(a, o, c);
 	}
-	step_leave(a, sh, calls, p);
+	step_leave(a, sh, p);
 }
 
 #endif /* KVK_MOE_INT4_STEP_CUH */

@@ -23,13 +23,14 @@ struct moe_step {
 	uint16_t *y;	      /* [nr_tokens][hidden] bf16 */
 	const uint32_t *ids;  /* [nr_slots] */
 	const float *weights; /* [nr_slots] */
-	uint32_t *state;      /* units claimed, CTAs that are through, calls so far */
+	uint32_t *state;      /* CTAs that are through, the last call's tag */
 	uint64_t *packets;    /* [slot][inter / 2]: two columns of h, tag | exponent */
 	uint32_t hidden;
 	uint32_t inter;
 	uint32_t nr_tokens;
 	uint32_t top_k;
 	uint32_t nr_experts;
+	uint32_t log_rows;   /* row tiles of a SECOND unit */
 	uint32_t by_columns; /* 65536 / w2.kbricks, rounded up */
 	uint32_t by_tiles;   /* 2^32 / w13.mtiles, rounded up; 0: of 1 */
 	uint32_t scale_f16;

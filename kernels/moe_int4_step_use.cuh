@@ -14,38 +14,15 @@
 #include "moe_int4_step.cuh"
 #include "moe_step_ptx.cuh"
 
-/* struct step_work - a warp's place: brick @j of unit @u, which has @n tokens. SECOND: the lane's
- * @packets, @from where they are, @weight of their slot */
+/* struct step_work - a warp's place: brick @j of unit @u, which has @n tokens; @from: what the lane
+ * asks for, if it is @there, @step further on for the next brick. SECOND: the lane's @packets */
 struct step_work {
 	struct step_unit u;
-	uint32_t j, n;
-	uint4 packets;
+	uint32_t j, n, step;
+	bool there;
 	const uint4 *from;
-	float weight;
+	uint4 packets;
 };
-
-/* The next unit, as soon as the feeding warp has it. */
-__device__ __forceinline__ void step_take(struct step_shared &sh, struct moe_place &p,
-					  struct step_work &w)
-{
-	const uint32_t lane = threadIdx.x % 32;
-
-	ptx_mbar_wait(ptx_smem(&sh.q_full[p.q]), p.phase);
-	w.u = sh.unit[p.q];
-	w.j = threadIdx.x / 32;
-	w.n = 0;
-	if (w.u.type == STEP_FIRST)
-		w.n = __popc(__ballot_sync(
-			~0u,
-			lane < STEP_TOKENS &&
-				sh.slots[w.u.tile][lane % STEP_TOKENS] != STEP_NONE));
-	__syncwarp();
-	if (w.u.type == STEP_END) /* not before all is done */
-		return;
-	if (lane == 0)
-		ptx_mbar_arrive(ptx_smem(&sh.q_empty[p.q]));
-	place_next(p);
-}
 
 /* Where brick j's columns of x are for token @tok of the tile. */
 __device__ __forceinline__ const uint16_t *step_x(const struct moe_step &a,
@@ -55,40 +32,56 @@ __device__ __forceinline__ const uint16_t *step_x(const struct moe_step &a,
 	return a.x + (uint64_t)sh.tokens[w.u.tile][tok] * a.hidden + w.j * KVK_BRICK_COLS;
 }
 
-/* Ask for what brick j is multiplied by, in an asynchronous group of its own. */
-__device__ __forceinline__ void step_ask(const struct moe_step &a,
-					 const struct step_shared &sh,
-					 struct step_work &w, uint32_t slot)
+/* The next unit, as soon as the feeding warp has it. */
+__device__ __forceinline__ void step_take(const struct moe_step &a,
+					  struct step_shared &sh, struct moe_place &p,
+					  struct step_work &w)
 {
 	const uint32_t lane = threadIdx.x % 32;
 
-	if (w.j >= w.u.nr) {
-		/* also: no more units */
-	} else if (w.u.type == STEP_SECOND) {
-		const uint32_t all = w.j >> step_log_rows(a);
-		const uint32_t s = w.u.tile * a.top_k + (all * a.by_columns >> 16);
-		const uint32_t k = all - (all * a.by_columns >> 16) * a.w2.kbricks;
-
-		w.from = (const uint4 *)(a.packets + (uint64_t)s * (a.inter / 2) +
-					 k * (KVK_BRICK_COLS / 2)) +
-			 lane;
-		w.packets = step_packets(w.from);
-		w.weight = sh.id[s] < a.nr_experts ? __ldcg(&a.weights[s]) : NAN;
-	} else if (w.n <= STEP_NARROW && lane / 16 < w.n) {
-		ptx_copy16(slot + lane / 16 * STEP_ROW + lane % 16 * 16,
-			   step_x(a, sh, w, lane / 16) + lane % 16 * 8);
+	ptx_mbar_wait(ptx_smem(&sh.q_full[p.q]), p.phase);
+	w.u = sh.unit[p.q];
+	w.j = threadIdx.x / 32;
+	w.there = w.j < w.u.nr;
+	__syncwarp();
+	if (w.u.type == STEP_END) /* not before all is done */
+		return;
+	if (lane == 0)
+		ptx_mbar_arrive(ptx_smem(&sh.q_empty[p.q]));
+	place_next(p);
+	if (w.u.type == STEP_FIRST) {
+		w.n = sh.nr[w.u.tile];
+		w.there &= w.n <= STEP_NARROW && lane / 16 < w.n;
+		w.from = (const uint4 *)step_x(a, sh, w, w.there ? lane / 16 : 0) +
+			 lane % 16;
+		w.step = STEP_WARPS * KVK_BRICK_COLS / 8;
+	} else {
+		/* bricks of columns that follow each other, of all its slots */
+		w.from = (const uint4 *)a.packets + lane +
+			 (w.u.tile * a.top_k * a.w2.kbricks + (w.j >> a.log_rows)) *
+				 (KVK_BRICK_COLS / 4);
+		w.step = STEP_WARPS * KVK_BRICK_COLS / 4 >> a.log_rows;
 	}
+}
+
+/* Ask for what brick j is multiplied by, in an asynchronous group of its own. */
+__device__ __forceinline__ void step_ask(struct step_work &w, uint32_t slot)
+{
+	const uint32_t lane = threadIdx.x % 32;
+
+	if (!w.there)
+		; /* also: no more units */
+	else if (w.u.type == STEP_SECOND)
+		w.packets = step_packets(w.from);
+	else
+		ptx_copy16(slot + lane / 16 * STEP_ROW + lane % 16 * 16, w.from);
 	step_commit();
 }
 
-/* 2^-@down as f16x2, or nothing */
+/* 2^-@down as f16x2; from 2^-15 on nothing, which is less than what f16 leaves out */
 __device__ __forceinline__ uint32_t step_down(uint32_t down)
 {
-	const uint32_t one = down < 15	 ? (15 - down) << 10
-			     : down < 25 ? 1u << (24 - down)
-					 : 0;
-
-	return one | one << 16;
+	return (15 - min(down, 15u)) * 0x04000400u;
 }
 
 /* Packets to a brick of h in @slot: one power of two for all columns, and the routing weight in
@@ -109,8 +102,12 @@ __device__ __forceinline__ void step_unpack(const struct moe_step &a,
 	top = ptx_redux_max(max(v.y, v.w));
 	step_sts64(slot + lane * 8u, ptx_mul_f16x2(v.x, step_down(top - v.y)),
 		   ptx_mul_f16x2(v.z, step_down(top - v.w)));
-	if (lane == 0)
-		ptx_sts32(slot + 256u, __uint_as_float(top << 23) * w.weight);
+	if (lane == 0) {
+		const uint32_t s = (w.j >> a.log_rows) * a.by_columns >> 16;
+
+		ptx_sts32(slot + 256u,
+			  __uint_as_float(top << 23) * sh.weight[w.u.tile * a.top_k + s]);
+	}
 	__syncwarp();
 }
 
@@ -158,9 +155,11 @@ __device__ __forceinline__ void step_mma(float (&acc)[2][1][4], const struct moe
 		slots[0] = slots[1];
 		slots[1] = slot;
 		w.j += STEP_WARPS;
+		w.from += w.step;
+		w.there &= w.j < nr;
 		if (at + STEP_WARPS >= nr)
-			step_take(sh, p, w);
-		step_ask(a, sh, w, slots[0]);
+			step_take(a, sh, p, w);
+		step_ask(w, slots[0]);
 		step_wait_but_one();
 		__syncwarp();
 		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
@@ -238,7 +237,7 @@ __device__ __forceinline__ void step_second_end(const struct moe_step &a,
 						const float *sums,
 						const struct step_unit &u, uint32_t r)
 {
-	const uint32_t lane = threadIdx.x % 32, rows = step_rows(a);
+	const uint32_t lane = threadIdx.x % 32, rows = 1u << a.log_rows;
 	const uint32_t nr = min(u.nr, STEP_WARPS);
 	uint32_t *y = (uint32_t *)(a.y + (uint64_t)u.tile * a.hidden +
 				   (u.row + r) * KVK_BRICK_ROWS + lane);
@@ -270,8 +269,9 @@ __device__ __forceinline__ void step_use(const struct moe_step &a, struct step_s
 
 	slots[0] = r.base + STEP_STAGES * step_shape<G>::STAGE + 2 * warp * STEP_SLOT;
 	slots[1] = slots[0] + STEP_SLOT;
-	step_take(sh, p, w);
-	step_ask(a, sh, w, slots[0]);
+	ptx_mbar_wait(ptx_smem(&sh.planned), 0);
+	step_take(a, sh, p, w);
+	step_ask(w, slots[0]);
 	for (uint32_t turn = 0; w.u.type != STEP_END; turn++) {
 		const struct step_unit u = w.u;
 		const uint32_t n = w.n, self = (warp + turn) % STEP_WARPS;
@@ -291,7 +291,7 @@ __device__ __forceinline__ void step_use(const struct moe_step &a, struct step_s
 		ptx_bar_sync(1, STEP_WARPS * 32);
 		if (u.type == STEP_FIRST && 2 * self < n)
 			step_first_end(a, sh, u, n, 2 * self);
-		else if (u.type == STEP_SECOND && self < step_rows(a) &&
+		else if (u.type == STEP_SECOND && self < 1u << a.log_rows &&
 			 u.row + self < a.w2.mtiles)
 			step_second_end(a, sh.sums, u, self);
 		__syncwarp();
@@ -324,6 +324,7 @@ __global__ void __launch_bounds__(STEP_THREADS, 1)
 			ptx_mbar_init(ptx_smem(&sh.empty[i]), STEP_WARPS);
 		}
 		ptx_mbar_init(ptx_smem(&sh.sums_free), STEP_WARPS);
+		ptx_mbar_init(ptx_smem(&sh.planned), 1);
 		for (uint32_t i = 0; i < MOE_QUEUE; i++) {
 			ptx_mbar_init(ptx_smem(&sh.q_full[i]), 1);
 			ptx_mbar_init(ptx_smem(&sh.q_empty[i]), STEP_WARPS);
@@ -340,6 +341,8 @@ __global__ void __launch_bounds__(STEP_THREADS, 1)
 		SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOE_REGS_FEED));
 		if (threadIdx.x / 32 == STEP_WARPS)
 			step_feed<G>(a, sh, r);
+		else if (threadIdx.x / 32 == STEP_WARPS + 1)
+			step_plan(a, sh);
 	}
 }
 
