@@ -7,7 +7,7 @@
 #include "moe_int4_step_use.cuh"
 
 /* Zero at first, as counters are between calls; packets keep what their last call left. */
-__device__ uint32_t moe_step_state[STEP_OWNERS][2];
+__device__ uint32_t moe_step_state[STEP_OWNERS][4];
 __device__ alignas(16) uint64_t moe_step_packets[STEP_OWNERS][STEP_VALUES / 2];
 
 bool moe_step_ok(const struct kvk_moe_args *a)
@@ -58,7 +58,7 @@ int moe_step_launch(struct moe_step *k, uint32_t owner, void *stream)
 	if (cudaGetSymbolAddress(&state, moe_step_state) ||
 	    cudaGetSymbolAddress(&packets, moe_step_packets))
 		return -EIO;
-	k->state = (uint32_t *)state + 2 * owner;
+	k->state = (uint32_t *)state + 4 * owner;
 	k->packets = (uint64_t *)packets + (size_t)owner * STEP_VALUES / 2;
 	k->any_tag = KV_MUTANT(moe_step_any_tag);
 	k->by_tiles = k->w13.mtiles > 1 ? 0xffffffffu / k->w13.mtiles + 1 : 0;

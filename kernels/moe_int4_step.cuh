@@ -3,7 +3,7 @@
  * moe_int4_step.cuh - one persistent kernel for the routed INT4 experts of a decode step of few
  * tokens, where the time is latency: a rank of a wide split.
  *
- * Units are dealt out in turn, CTA b has b, b + CTAs and so on:
+ * Units are dealt out in turn, CTA b has b, b + CTAs and so on, but for the last ones:
  *
  *	FIRST	(token tile, row tile) of h = silu(W1 x) * (W3 x)
  *	SECOND	(row tiles, token) of y, all experts of the token, so that nothing is left to add
@@ -31,6 +31,7 @@
 
 #include "moe_int4_mma.cuh"
 #include "moe_int4_step.h"
+#include "moe_plan.cuh"
 
 #define STEP_WARPS 16u /* consumers */
 #define STEP_THREADS \
@@ -60,9 +61,11 @@ struct step_shared {
 	uint64_t planned;   /* what follows is there, but for sums */
 	struct step_unit unit[MOE_QUEUE];
 	uint32_t tag;
-	uint32_t expert[STEP_SLOTS]; /* of a tile */
-	uint32_t id[STEP_SLOTS];     /* of a slot, in range */
-	float weight[STEP_SLOTS];    /* NaN where the id was not */
+	alignas(8) uint32_t
+		same[MOE_PLAN_EXPERTS][2]; /* slots of an expert; zero at first */
+	uint32_t expert[STEP_SLOTS];	   /* of a tile */
+	uint32_t id[STEP_SLOTS];	   /* of a slot, in range */
+	float weight[STEP_SLOTS];	   /* NaN where the id was not */
 	/* of a tile; STEP_NONE: none */
 	alignas(8) uint8_t slots[STEP_SLOTS][STEP_TOKENS];
 	uint8_t tokens[STEP_SLOTS][STEP_TOKENS];
@@ -81,24 +84,6 @@ template <int G> struct step_shape {
 
 /* --------------------------------------------------------------------------- feeding warp
  */
-
-/* Slots of lanes and of lanes + 32 that have the same expert as this lane's slot @s. */
-__device__ __forceinline__ uint64_t step_same(uint32_t id0, uint32_t id1, uint32_t s,
-					      bool more)
-{
-	const uint32_t mine = s < 32 ? id0 : id1;
-	uint32_t other = 0;
-
-	if (more)
-#pragma unroll 8
-		for (uint32_t j = 0; j < 32; j++)
-			other |= (uint32_t)(__shfl_sync(~0u, s < 32 ? id1 : id0, j) ==
-					    mine)
-				 << j;
-	if (s < 32)
-		return __match_any_sync(~0u, mine) | (uint64_t)other << 32;
-	return other | (uint64_t)__match_any_sync(~0u, mine) << 32;
-}
 
 /* struct step_sorted - a warp's: ids of slots lane and lane + 32, in range; slots that have the
  * same; first slots of tiles, by which tiles are numbered */
@@ -119,11 +104,12 @@ __device__ __forceinline__ uint32_t step_tiles(uint64_t heads, uint32_t s)
 	return __popcll(s < 64 ? heads & ((1ull << s) - 1) : heads);
 }
 
-/* Which slots go together. */
-__device__ __forceinline__ void step_sort(const struct moe_step &a, struct step_sorted &o)
+/* Which of the first @n slots go together. Both warps that sort set the same bits of same[]. */
+__device__ __forceinline__ void step_sort(const struct moe_step &a,
+					  struct step_shared &sh, uint32_t n,
+					  struct step_sorted &o)
 {
-	const uint32_t n = a.nr_tokens * a.top_k, lane = threadIdx.x % 32;
-	const bool more = n > 32;
+	const uint32_t lane = threadIdx.x % 32;
 
 	o.bad = 0;
 	o.heads = 0;
@@ -131,19 +117,22 @@ __device__ __forceinline__ void step_sort(const struct moe_step &a, struct step_
 	for (uint32_t i = 0; i < 2; i++) {
 		const uint32_t s = lane + 32 * i;
 
-		o.id[i] = s < n ? __ldcg(&a.ids[s]) : ~0u;
-		o.bad |= (uint32_t)(o.id[i] >= a.nr_experts) << i;
-		/* nobody's: different from all others */
-		o.id[i] = s < n ? min(o.id[i], a.nr_experts - 1) : ~0u - s;
+		o.id[i] = s < n ? __ldcg(&a.ids[s]) : 0;
 	}
+#pragma unroll
+	for (uint32_t i = 0; i < 2; i++) {
+		o.bad |= (uint32_t)(o.id[i] >= a.nr_experts) << i;
+		o.id[i] = min(o.id[i], a.nr_experts - 1);
+		if (lane + 32 * i < n)
+			atomicOr(&sh.same[o.id[i]][i], 1u << lane);
+	}
+	__syncwarp();
 #pragma unroll
 	for (uint32_t i = 0; i < 2; i++) {
 		const uint32_t s = lane + 32 * i;
 		bool head;
 
-		if (i && !more)
-			break;
-		o.same[i] = step_same(o.id[0], o.id[1], s, more);
+		o.same[i] = *(const uint64_t *)sh.same[o.id[i]];
 		head = s < n &&
 		       __popcll(o.same[i] & ((1ull << s) - 1)) % STEP_TOKENS == 0;
 		o.heads |= (uint64_t)__ballot_sync(~0u, head) << 32 * i;
@@ -199,7 +188,7 @@ __device__ __forceinline__ void step_plan(const struct moe_step &a,
 #pragma unroll
 	for (uint32_t i = 0; i < 2; i++)
 		weight[i] = lane + 32 * i < n ? __ldcg(&a.weights[lane + 32 * i]) : 0.0f;
-	step_sort(a, o);
+	step_sort(a, sh, n, o);
 #pragma unroll
 	for (uint32_t i = 0; i < 2; i++) {
 		const uint32_t s = lane + 32 * i;
@@ -342,24 +331,25 @@ __device__ __forceinline__ struct step_start step_start_make(const struct moe_st
 	return s;
 }
 
+/* Ask for the first unit's stages that the ring has room for; unless it is @meant, for none. */
 template <int G>
 __device__ __forceinline__ void
 step_begin(const struct moe_step &a, const struct step_start &s, uint32_t expert,
-	   const struct step_unit &u, struct moe_ring &r, uint64_t policy)
+	   const struct step_unit &u, struct moe_ring &r, uint64_t policy, bool meant)
 {
 	using S = step_shape<G>;
 	const uint32_t bar = r.full + 8 * s.stage;
 	const uint32_t nr = min((u.nr + STEP_WARPS - 1) / STEP_WARPS, STEP_STAGES);
 
-	if (s.all)
+	if (meant && s.all)
 		ptx_mbar_expect(bar, s.all);
 	__syncwarp();
-	if (s.bytes)
+	if (meant && s.bytes)
 		ptx_bulk_stream(r.base + s.stage * S::STAGE + s.brick * S::BRICK,
 				a.w13.base + expert * a.w13.expert_bytes + s.at, s.bytes,
 				bar, policy);
-	ring_skip<STEP_STAGES>(r, nr);
-	step_stream_first<G>(a, expert, u, nr * STEP_WARPS, r, policy);
+	if (meant)
+		ring_skip<STEP_STAGES>(r, nr);
 }
 
 /* Bricks by (slot, column brick, row tile): neighbouring row tiles' are a piece. Of a last unit
@@ -389,7 +379,7 @@ step_stream_second(const struct moe_step &a, const struct step_shared &sh,
 	}
 }
 
-/* The last CTA leaves the counter at zero and counts the call. When tags begin anew, old
+/* The last CTA leaves the counters at zero and counts the call. When tags begin anew, old
  * packets must go, and not before the consumers have seen all of this call's. */
 __device__ __forceinline__ void step_leave(const struct moe_step &a,
 					   struct step_shared &sh, struct moe_place p)
@@ -411,32 +401,64 @@ __device__ __forceinline__ void step_leave(const struct moe_step &a,
 	if (lane == 0) {
 		a.state[0] = 0;
 		a.state[1] = wrap ? 0 : tag;
+		a.state[2] = 0;
 	}
 }
 
-/* Deals out units, hands them on, streams their weights. */
+/* A CTA's first unit is its own number. Is it a FIRST of the first two tokens it is known as soon
+ * as slots are sorted: then its weights are asked for. All of it is gone through without effect
+ * before ids may be read, so that the instructions are there. */
+template <int G>
+__device__ __forceinline__ bool
+step_first_unit(const struct moe_step &a, struct step_shared &sh, struct step_sorted &o,
+		struct moe_ring &r, uint64_t policy)
+{
+	const struct step_unit u = step_first(a, blockIdx.x);
+	const struct step_start start = step_start_make<G>(a, u);
+	uint32_t go = 0;
+	bool begun;
+
+#pragma unroll 1
+	for (;; go = 1) {
+		asm volatile("" : "+r"(go));
+		if (go)
+			ptx_grid_wait();
+		step_sort(a, sh, go ? a.nr_tokens * a.top_k : 0, o);
+		begun = u.tile < step_tiles(o.heads, 2 * a.top_k);
+		if (begun || !go)
+			step_begin<G>(a, start, step_expert(o, u.tile), u, r, policy,
+				      begun);
+		if (go)
+			return begun;
+	}
+}
+
+/* Deals out units, hands them on, streams their weights. The last token's SECONDs, from @last on,
+ * are for whoever is first, as they are what a call ends with; a CTA takes its share at most. */
 template <int G>
 __device__ __forceinline__ void step_feed(const struct moe_step &a,
 					  struct step_shared &sh, struct moe_ring r)
 {
 	const uint32_t lane = threadIdx.x % 32;
 	const uint64_t policy = ptx_policy_stream();
-	struct step_unit u = step_first(a, blockIdx.x);
-	const struct step_start start = step_start_make<G>(a, u);
-	struct step_order order;
 	struct step_sorted o;
+	bool begun = step_first_unit<G>(a, sh, o, r, policy);
+	const struct step_order order = step_order_make(a, o.heads);
+	const uint32_t last = __shfl_sync(~0u, order.second, a.nr_tokens - 1);
+	uint32_t share = (order.each + gridDim.x - 1) / gridDim.x;
+	uint32_t c = blockIdx.x, got = 0;
 	struct moe_place p = {};
-	bool begun;
 
-	ptx_grid_wait();
-	step_sort(a, o);
-	/* the first two tokens' FIRSTs are known without more */
-	begun = u.tile < step_tiles(o.heads, 2 * a.top_k);
-	if (begun)
-		step_begin<G>(a, start, step_expert(o, u.tile), u, r, policy);
-	order = step_order_make(a, o.heads);
-	for (uint32_t c = blockIdx.x;; c += gridDim.x, place_next(p)) {
-		u = step_decode(a, order, c);
+	if (c >= last) {
+		if (lane == 0)
+			got = atomicAdd(&a.state[2], 1);
+		c = last + __shfl_sync(~0u, got, 0);
+		share--;
+	}
+	for (;; place_next(p)) {
+		const struct step_unit u = step_decode(a, order, c);
+		const bool any = c + gridDim.x >= last;
+
 		ptx_mbar_wait(ptx_smem(&sh.q_empty[p.q]), p.phase ^ 1);
 		if (lane == 0) {
 			sh.unit[p.q] = u;
@@ -446,11 +468,19 @@ __device__ __forceinline__ void step_feed(const struct moe_step &a,
 		ptx_mbar_wait(ptx_smem(&sh.planned), 0);
 		if (u.type == STEP_END)
 			break;
+		/* the round trip hides behind the unit's own weights */
+		if (any && share && lane == 0)
+			got = atomicAdd(&a.state[2], 1);
 		if (u.type == STEP_SECOND)
 			step_stream_second<G>(a, sh, u, r, policy);
-		else if (!begun)
-			step_stream_first<G>(a, sh.expert[u.tile], u, 0, r, policy);
+		else
+			step_stream_first<G>(a, sh.expert[u.tile], u,
+					     begun ? STEP_STAGES * STEP_WARPS : 0, r,
+					     policy);
 		begun = false;
+		c = !any ? c + gridDim.x
+			 : last + (share ? __shfl_sync(~0u, got, 0) : order.each);
+		share -= any && share;
 	}
 	step_leave(a, sh, p);
 }

@@ -23,8 +23,8 @@ struct moe_step {
 	uint16_t *y;	      /* [nr_tokens][hidden] bf16 */
 	const uint32_t *ids;  /* [nr_slots] */
 	const float *weights; /* [nr_slots] */
-	uint32_t *state;      /* CTAs that are through, the last call's tag */
-	uint64_t *packets;    /* [slot][inter / 2]: two columns of h, tag | exponent */
+	uint32_t *state;   /* CTAs that are through, the last call's tag, units claimed */
+	uint64_t *packets; /* [slot][inter / 2]: two columns of h, tag | exponent */
 	uint32_t hidden;
 	uint32_t inter;
 	uint32_t nr_tokens;

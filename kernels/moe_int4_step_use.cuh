@@ -14,14 +14,15 @@
 #include "moe_int4_step.cuh"
 #include "moe_step_ptx.cuh"
 
-/* struct step_work - a warp's place: brick @j of unit @u, which has @n tokens; @from: what the lane
- * asks for, if it is @there, @step further on for the next brick. SECOND: the lane's @packets */
+/* struct step_work - a warp's place: brick @j of unit @u. @from: where it lies what the lane brings,
+ * @step further on of the next brick. FIRST: the tile has @n tokens, the lane's is @there. SECOND:
+ * the lane's @packets of this brick and of the next one, in turn */
 struct step_work {
 	struct step_unit u;
 	uint32_t j, n, step;
 	bool there;
 	const uint4 *from;
-	uint4 packets;
+	uint4 packets[2];
 };
 
 /* Where brick j's columns of x are for token @tok of the tile. */
@@ -32,17 +33,28 @@ __device__ __forceinline__ const uint16_t *step_x(const struct moe_step &a,
 	return a.x + (uint64_t)sh.tokens[w.u.tile][tok] * a.hidden + w.j * KVK_BRICK_COLS;
 }
 
-/* The next unit, as soon as the feeding warp has it. */
+/* Ask for brick j's columns of x, in an asynchronous group of its own. */
+__device__ __forceinline__ void step_ask_x(const struct step_work &w, uint32_t slot)
+{
+	const uint32_t lane = threadIdx.x % 32;
+
+	if (w.there && w.j < w.u.nr)
+		ptx_copy16(slot + lane / 16 * STEP_ROW + lane % 16 * 16, w.from);
+	step_commit();
+}
+
+/* The next unit, as soon as the feeding warp has it; asks for what its first brick is multiplied
+ * by, or the first two: packets take longer than a product. */
 __device__ __forceinline__ void step_take(const struct moe_step &a,
 					  struct step_shared &sh, struct moe_place &p,
-					  struct step_work &w)
+					  struct step_work &w, uint32_t slot)
 {
 	const uint32_t lane = threadIdx.x % 32;
 
 	ptx_mbar_wait(ptx_smem(&sh.q_full[p.q]), p.phase);
 	w.u = sh.unit[p.q];
 	w.j = threadIdx.x / 32;
-	w.there = w.j < w.u.nr;
+	w.there = false;
 	__syncwarp();
 	if (w.u.type == STEP_END) /* not before all is done */
 		return;
@@ -51,7 +63,7 @@ __device__ __forceinline__ void step_take(const struct moe_step &a,
 	place_next(p);
 	if (w.u.type == STEP_FIRST) {
 		w.n = sh.nr[w.u.tile];
-		w.there &= w.n <= STEP_NARROW && lane / 16 < w.n;
+		w.there = w.n <= STEP_NARROW && lane / 16 < w.n;
 		w.from = (const uint4 *)step_x(a, sh, w, w.there ? lane / 16 : 0) +
 			 lane % 16;
 		w.step = STEP_WARPS * KVK_BRICK_COLS / 8;
@@ -61,21 +73,12 @@ __device__ __forceinline__ void step_take(const struct moe_step &a,
 			 (w.u.tile * a.top_k * a.w2.kbricks + (w.j >> a.log_rows)) *
 				 (KVK_BRICK_COLS / 4);
 		w.step = STEP_WARPS * KVK_BRICK_COLS / 4 >> a.log_rows;
+		if (w.j < w.u.nr)
+			w.packets[0] = step_packets(w.from);
+		if (w.j + STEP_WARPS < w.u.nr)
+			w.packets[1] = step_packets(w.from + w.step);
 	}
-}
-
-/* Ask for what brick j is multiplied by, in an asynchronous group of its own. */
-__device__ __forceinline__ void step_ask(struct step_work &w, uint32_t slot)
-{
-	const uint32_t lane = threadIdx.x % 32;
-
-	if (!w.there)
-		; /* also: no more units */
-	else if (w.u.type == STEP_SECOND)
-		w.packets = step_packets(w.from);
-	else
-		ptx_copy16(slot + lane / 16 * STEP_ROW + lane % 16 * 16, w.from);
-	step_commit();
+	step_ask_x(w, slot);
 }
 
 /* 2^-@down as f16x2; from 2^-15 on nothing, which is less than what f16 leaves out */
@@ -88,10 +91,10 @@ __device__ __forceinline__ uint32_t step_down(uint32_t down)
  * what it is multiplied by afterwards. */
 __device__ __forceinline__ void step_unpack(const struct moe_step &a,
 					    const struct step_shared &sh,
-					    const struct step_work &w, uint32_t slot)
+					    const struct step_work &w, uint4 v,
+					    uint32_t slot)
 {
 	const uint32_t lane = threadIdx.x % 32, tag = sh.tag;
-	uint4 v = w.packets;
 	uint32_t top;
 
 	while ((v.y >> 8 != tag || v.w >> 8 != tag) && !a.any_tag)
@@ -126,53 +129,78 @@ __device__ __forceinline__ void step_wide(uint4 (&b)[4 / P], const struct moe_st
 		b[i] = __ldcg((const uint4 *)(x + few_block<P, G>(i) * 32));
 }
 
+/* The turn of stage @AT of two: the warp's brick j of the unit into acc, and on to the next one, which
+ * is of the next unit after the last. @slots: addresses of the warp's slots, the one that is next
+ * first */
+template <int AT, int P, enum moe_mode MODE, bool WIDE, int G>
+__device__ __forceinline__ void
+step_turn(float (&acc)[2][1][4], const struct moe_step &a, struct step_shared &sh,
+	  struct step_work &w, struct moe_place &p, struct moe_ring &r,
+	  uint32_t (&slots)[2], const struct few_lane<P> &f, bool last)
+{
+	using S = step_shape<G>;
+	const uint32_t warp = threadIdx.x / 32, nr = w.u.nr, slot = slots[0];
+	const uint32_t brick = r.base + r.stage * S::STAGE + warp * S::BRICK;
+	const bool mine = w.j < nr && !a.loads_only;
+	uint4 b[4 / P] = {};
+
+	if (MODE != MOE_X && w.j < nr)
+		step_unpack(a, sh, w, w.packets[AT], slot);
+	if (WIDE && mine)
+		step_wide<P, G>(b, a, sh, w);
+	slots[0] = slots[1];
+	slots[1] = slot;
+	w.j += STEP_WARPS;
+	w.from += w.step;
+	if (last)
+		step_take(a, sh, p, w, slots[0]);
+	else if (MODE == MOE_X)
+		step_ask_x(w, slots[0]);
+	else if (w.j + STEP_WARPS < nr)
+		w.packets[AT] = step_packets(w.from + w.step);
+	if (MODE == MOE_X)
+		step_wait_but_one();
+	__syncwarp();
+	ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
+	if (mine && WIDE)
+		brick_few_of<P, G, MODE>(acc, brick, b, 0, 0, f, a.scale_f16);
+	else if (mine)
+		brick_few<P, G, MODE>(acc, brick, slot, MODE == MOE_X ? STEP_ROW : 0, f,
+				      a.scale_f16);
+	__syncwarp();
+	if (threadIdx.x % 32 == 0)
+		ptx_mbar_arrive(r.empty + 8 * r.stage);
+	ring_next<STEP_STAGES>(r);
+}
+
 /* All bricks of the unit @w that are the warp's, into acc; @w becomes the next unit. Every warp
- * sees every stage, so it always knows the phase. @slots: address of the warp's slots, the one
- * that is next first */
+ * sees every stage, so it always knows the phase. */
 template <int P, enum moe_mode MODE, bool WIDE, int G>
 __device__ __forceinline__ void step_mma(float (&acc)[2][1][4], const struct moe_step &a,
 					 struct step_shared &sh, struct step_work &w,
 					 struct moe_place &p, struct moe_ring &r,
 					 uint32_t (&slots)[2])
 {
-	using S = step_shape<G>;
-	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+	constexpr int TWO =
+		MODE != MOE_X; /* packets in registers: each turn has its own */
 	const struct few_lane<P> f = unit_begin<1, P, G, MODE>(
 		acc, nullptr, MODE == MOE_X ? w.n : 1, MODE == MOE_X ? STEP_ROW : 0);
-	const uint32_t nr = w.u.nr;
 
 #pragma unroll 1
-	for (uint32_t at = 0; at < nr; at += STEP_WARPS) {
-		const bool mine = at + warp < nr && !a.loads_only;
-		const uint32_t brick = r.base + r.stage * S::STAGE + warp * S::BRICK;
-		const uint32_t slot = slots[0];
-		uint4 b[4 / P] = {};
+	for (uint32_t left = w.u.nr;;) {
+		bool last = left <= STEP_WARPS;
 
-		if (MODE != MOE_X && at + warp < nr)
-			step_unpack(a, sh, w, slot);
-		if (WIDE && mine)
-			step_wide<P, G>(b, a, sh, w);
-		slots[0] = slots[1];
-		slots[1] = slot;
-		w.j += STEP_WARPS;
-		w.from += w.step;
-		w.there &= w.j < nr;
-		if (at + STEP_WARPS >= nr)
-			step_take(a, sh, p, w);
-		step_ask(w, slots[0]);
-		step_wait_but_one();
-		__syncwarp();
-		ptx_mbar_wait(r.full + 8 * r.stage, r.phase);
-		if (mine && WIDE)
-			brick_few_of<P, G, MODE>(acc, brick, b, 0, 0, f, a.scale_f16);
-		else if (mine)
-			brick_few<P, G, MODE>(acc, brick, slot,
-					      MODE == MOE_X ? STEP_ROW : 0, f,
-					      a.scale_f16);
-		__syncwarp();
-		if (lane == 0)
-			ptx_mbar_arrive(r.empty + 8 * r.stage);
-		ring_next<STEP_STAGES>(r);
+		step_turn<0, P, MODE, WIDE, G>(acc, a, sh, w, p, r, slots, f, last);
+		if (last)
+			break;
+		left -= STEP_WARPS;
+		if (!TWO)
+			continue;
+		last = left <= STEP_WARPS;
+		step_turn<TWO, P, MODE, WIDE, G>(acc, a, sh, w, p, r, slots, f, last);
+		if (last)
+			break;
+		left -= STEP_WARPS;
 	}
 	unit_end<1, P, MODE>(acc);
 }
@@ -270,8 +298,7 @@ __device__ __forceinline__ void step_use(const struct moe_step &a, struct step_s
 	slots[0] = r.base + STEP_STAGES * step_shape<G>::STAGE + 2 * warp * STEP_SLOT;
 	slots[1] = slots[0] + STEP_SLOT;
 	ptx_mbar_wait(ptx_smem(&sh.planned), 0);
-	step_take(a, sh, p, w);
-	step_ask(w, slots[0]);
+	step_take(a, sh, p, w, slots[0]);
 	for (uint32_t turn = 0; w.u.type != STEP_END; turn++) {
 		const struct step_unit u = w.u;
 		const uint32_t n = w.n, self = (warp + turn) % STEP_WARPS;
@@ -318,6 +345,8 @@ __global__ void __launch_bounds__(STEP_THREADS, 1)
 	r.base = (ptx_smem(dynamic) + 127u) & ~127u;
 	r.full = ptx_smem(sh.full);
 	r.empty = ptx_smem(sh.empty);
+	for (uint32_t i = threadIdx.x; i < MOE_PLAN_EXPERTS; i += STEP_THREADS)
+		*(uint64_t *)sh.same[i] = 0;
 	if (threadIdx.x == STEP_THREADS - 1) {
 		for (uint32_t i = 0; i < STEP_STAGES; i++) {
 			ptx_mbar_init(ptx_smem(&sh.full[i]), 1);

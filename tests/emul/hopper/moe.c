@@ -224,7 +224,8 @@ static void moe_tokens(struct moe_case c, const u32 *counts, size_t nr)
 }
 
 /* Where moe_int4_step.cuh works: two row tiles in a unit and more; tiles of one token, of
- * eight and of what is left; a last unit that lacks row tiles; packets of a call before. */
+ * eight and of what is left; a last unit that lacks row tiles; packets of a call before; a first unit
+ * that is more than the ring. */
 KVT_TEST(hopper_int4_few_slots)
 {
 	static const u32 counts[] = {5, 16, 2}, crowd[] = {21, 1, 7}, rows[] = {3, 40};
@@ -241,6 +242,9 @@ KVT_TEST(hopper_int4_few_slots)
 	moe_tokens((struct moe_case){KVK_INT4, 384, 128, 32, KVK_BF16, 9, 1, 0, false,
 				     false},
 		   rows, 2);
+	moe_tokens((struct moe_case){KVK_INT4, 10368, 128, 32, KVK_BF16, 2, 1, 0, false,
+				     false},
+		   counts + 2, 1);
 }
 
 /* Two warps split the columns, then none. */
