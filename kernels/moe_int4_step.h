@@ -12,7 +12,7 @@
 #define STEP_SLOTS 64u /* tokens x top k that are sorted */
 #define STEP_LANES 32u /* tokens: a lane of the feeding warp knows one's units */
 #define STEP_VALUES \
-	8192u /* of h: slots x inter. From there on moe_int4.cuh's kernel is better */
+	16384u /* of h: slots x inter. From there on moe_int4.cuh's kernel is better */
 #define STEP_OWNERS 64u /* workspaces that have packets of their own */
 
 /* struct moe_step - argument block; all pointers are device memory */

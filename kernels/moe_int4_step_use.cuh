@@ -56,8 +56,10 @@ __device__ __forceinline__ void step_take(const struct moe_step &a,
 	w.j = threadIdx.x / 32;
 	w.there = false;
 	__syncwarp();
-	if (w.u.type == STEP_END) /* not before all is done */
+	if (w.u.type == STEP_END) { /* its place is left when all is done */
+		step_commit();	    /* or the brick at hand would be the latest group */
 		return;
+	}
 	if (lane == 0)
 		ptx_mbar_arrive(ptx_smem(&sh.q_empty[p.q]));
 	place_next(p);

@@ -398,7 +398,7 @@ KVT_TEST(int4_few_slots)
 		for (u32 n = 1; n * cases[i].top_k <= 64; n += 1 + n / 3 * 2) {
 			struct moe_case c = cases[i];
 
-			if (n * c.top_k * c.inter > 8192)
+			if (n * c.top_k * c.inter > 16384)
 				break;
 			/* slow there: one token, and the most */
 			if (gpu_sanitizer("racecheck") && n > 1 &&

@@ -229,6 +229,7 @@ static void moe_tokens(struct moe_case c, const u32 *counts, size_t nr)
 KVT_TEST(hopper_int4_few_slots)
 {
 	static const u32 counts[] = {5, 16, 2}, crowd[] = {21, 1, 7}, rows[] = {3, 40};
+	static const u32 one[] = {1, 2};
 
 	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 24, 4, 0, false,
 				     false},
@@ -242,6 +243,11 @@ KVT_TEST(hopper_int4_few_slots)
 	moe_tokens((struct moe_case){KVK_INT4, 384, 128, 32, KVK_BF16, 9, 1, 0, false,
 				     false},
 		   rows, 2);
+	hopper_has_sms(12); /* most end with a unit of the first product */
+	moe_tokens((struct moe_case){KVK_INT4, 384, 128, 32, KVK_BF16, 9, 1, 0, false,
+				     false},
+		   one, 2);
+	hopper_has_sms(3);
 	moe_tokens((struct moe_case){KVK_INT4, 10368, 128, 32, KVK_BF16, 2, 1, 0, false,
 				     false},
 		   counts + 2, 1);

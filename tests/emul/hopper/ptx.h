@@ -5,7 +5,7 @@
  * guards it takes.
  *
  * An mbarrier is its eight bytes in shared memory. A bulk copy completes at some later time,
- * in any order (machine.cc); cp.async at once. A matrix product is made of exact products,
+ * in any order (machine.cc); cp.async when it is waited for (groups.h). A matrix product is made of exact products,
  * summed in double and rounded once.
  */
 #ifndef HOPPER_PTX_H
@@ -171,24 +171,7 @@ static inline void ptx_bulk_stream(uint32_t dst, const void *src, uint32_t bytes
 	ptx_bulk(dst, src, bytes, bar);
 }
 
-static inline void ptx_copy16(uint32_t dst, const void *src)
-{
-	HOPPER_CHECK(dst % 16 == 0 && (uintptr_t)src % 16 == 0);
-	memcpy(hopper_shared() + dst, src, 16);
-}
-
-static inline void ptx_copy_arrive(uint32_t bar)
-{
-	ptx_mbar_arrive(bar);
-}
-
-static inline void ptx_copy_commit(void)
-{
-}
-
-template <int N> static inline void ptx_copy_wait(void)
-{
-}
+#include "groups.h"
 
 static inline void tile_copy16(void *dst, const void *src, uint32_t bytes)
 {
@@ -312,14 +295,6 @@ static inline uint4 step_packets(const uint4 *from)
 static inline void step_send(uint64_t *to, uint32_t two, uint32_t tag)
 {
 	*to = two | (uint64_t)tag << 32;
-}
-
-static inline void step_commit(void)
-{
-}
-
-static inline void step_wait_but_one(void)
-{
 }
 
 /* Lane l's address is row l % 8 of matrix l / 8. */
