@@ -22,6 +22,7 @@
  * call they are of. Who needs them reads until the tag is right; no counter, no fence, no second
  * read. Packets are in memory of their own, which nobody else writes to: a tag cannot be there by
  * chance. A unit waits only for units of smaller numbers, and a CTA takes its own in order.
+ * All CTAs must come to run: there are as many as SMs.
  *
  * Arithmetic as in moe_int4.cuh; h is f16 with a power of two per 16 columns on its way and per
  * 128 in the products.
