@@ -106,6 +106,15 @@ KVK_DEV uint32_t begin(const struct attn_params &p, uint32_t touched, uint64_t s
 	return early;
 }
 
+/* Before page @seq of a CTA is asked for: at most @flight on their way; of the ring's first ones one. */
+template <class SM> KVK_DEV void ring_wait(SM *sm, uint32_t seq, uint32_t flight)
+{
+	const uint32_t before = seq - (seq < SM::C::STAGES ? 1 : flight);
+
+	if (seq)
+		mbar_wait(&sm->full[before % SM::C::STAGES], before / SM::C::STAGES & 1);
+}
+
 /* @early: pages whose copies begin() has started. */
 template <class SM>
 KVK_DEV void produce(const struct attn_params &p, const struct plan_cta &cta,

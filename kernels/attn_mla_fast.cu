@@ -97,7 +97,7 @@ KVK_DEV void fast_sum(const struct fast_lane &r, uint32_t at, bool prev, bool ra
 		wgm_wait<0>();
 		reg_keep(st.o);
 	}
-	if (raise)
+	if (raise && prev) /* else there are none */
 		fast_shrink(sm->shrink[at % FAST_PS], st);
 	fast_value_start(r, at % fast_cfg::STAGES, f);
 	fast_values<true, false>(r, at, sm, f, st.o);
@@ -106,9 +106,9 @@ KVK_DEV void fast_sum(const struct fast_lane &r, uint32_t at, bool prev, bool ra
 	reg_keep(st.o);
 }
 
-/* A segment's last page, which the other one scored. */
-KVK_DEV void fast_last(const struct fast_lane &r, uint32_t at, struct reg_state &st,
-		       struct fast_smem *sm)
+/* A segment's last page, which the other one scored. @first: the only one, so there are no sums */
+KVK_DEV void fast_last(const struct fast_lane &r, uint32_t at, bool first,
+		       struct reg_state &st, struct fast_smem *sm)
 {
 	const uint32_t stage = at % fast_cfg::STAGES, phase = at / fast_cfg::STAGES & 1;
 	struct fast_feed f;
@@ -116,7 +116,7 @@ KVK_DEV void fast_last(const struct fast_lane &r, uint32_t at, struct reg_state 
 	mbar_wait(&sm->full[stage], phase);
 	mbar_wait(&sm->ready[stage], phase);
 	mbar_wait(&sm->p_full[at % FAST_PS], at / FAST_PS & 1);
-	if (*(volatile uint32_t *)&sm->raised[at % FAST_PS])
+	if (*(volatile uint32_t *)&sm->raised[at % FAST_PS] && !first)
 		fast_shrink(sm->shrink[at % FAST_PS], st);
 	fast_value_start(r, stage, f);
 	fast_values<true, false>(r, at, sm, f, st.o);
@@ -147,7 +147,8 @@ KVK_DEV void fast_pages(const struct attn_params &p, const struct plan_seg &g,
 		if (left < (int32_t)(TOKENS + g.q_len - 1))
 			fast_mask(p, g, left, s);
 		raise = fast_softmax(p, r, at, prev, s, ls, &raised, sm);
-		fast_sum(r, at, prev, raised, raise, st, sm);
+		/* the segment's first page had no sums to shrink */
+		fast_sum(r, at, prev, raised && at - 1 != seq, raise, st, sm);
 		st.l[0] += ls[0];
 		st.l[1] += ls[1];
 		if (prev)
@@ -155,7 +156,7 @@ KVK_DEV void fast_pages(const struct attn_params &p, const struct plan_seg &g,
 		fast_p_done(at, sm);
 	}
 	if (nr && (nr - 1 & 1) != own)
-		fast_last(r, end - 1, st, sm);
+		fast_last(r, end - 1, nr == 1, st, sm);
 }
 
 /* Bench only: the pages come and go. */
@@ -276,7 +277,7 @@ KVK_DEV void fast_consume(const struct attn_params &p, uint32_t count,
 		fast_end<PAIR>(p, g, st, sm);
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
-			atoms_add_release(&sm->segs_done, 1);
+			atoms_add_release(&sm->segs_done[threadIdx.x / 32], 1);
 	}
 }
 
@@ -314,29 +315,26 @@ KVK_DEV void fast_page_load(const struct fast_params &fp, struct fast_smem *sm,
 			  &sm->full[stage], policy);
 }
 
-KVK_DEV void fast_produce(const struct fast_params &fp, const struct plan_cta &cta,
-			  uint64_t step, struct fast_smem *sm)
+/* @touched: plan_touch() */
+KVK_DEV void fast_produce(const struct fast_params &fp, uint32_t touched, uint64_t step,
+			  struct fast_smem *sm)
 {
 	const struct attn_params &p = fp.a;
 	const uint64_t policy = policy_evict_first();
-	const uint32_t lane = threadIdx.x & 31;
+	const uint32_t lane = threadIdx.x & 31, count = plan_count(touched);
 	uint32_t seq = 0;
 
-	for (uint32_t i = 0; i < cta.count; i++) {
-		const struct plan_seg *ps =
-			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
-		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;
-		uint32_t n = min(32u, ps->nr_pages);
-		uint32_t pfn =
-			lane < n && ps->page0 + lane < ps->nr_rows ? rows[lane].pfn : 0;
-		struct mla_seg g = publish_seg(p, cta, i, step, sm);
+	for (uint32_t i = 0; i < count; i++) {
+		struct slot_walk w = slot_publish(p, touched, i, step, sm);
+		uint32_t n;
 
-		for (uint32_t pg = 0; pg < g.nr_pieces; pg += 32) {
-			const uint32_t now = pfn;
+		for (uint32_t pg = 0; pg < w.pages; pg += n) {
+			const uint32_t now = w.pfn;
 
-			n = min(32u, g.s.nr_pages - pg);
-			if (pg + 32 + lane < g.s.nr_pages)
-				pfn = rows[pg + 32 + lane].pfn;
+			n = min(w.have, w.pages - pg);
+			w.have = 32;
+			if (pg + n + lane < w.pages)
+				w.pfn = w.rows[pg + n + lane].pfn;
 			for (uint32_t j = 0; j < n; j++, seq++) {
 				const uint32_t at = __shfl_sync(~0u, now, j);
 				const uint32_t stage = seq % fast_cfg::STAGES;
@@ -344,6 +342,7 @@ KVK_DEV void fast_produce(const struct fast_params &fp, const struct plan_cta &c
 				if (seq == 0)
 					grid_wait();
 				if (lane == 0) {
+					ring_wait(sm, seq, p.flight);
 					mbar_wait(&sm->empty[stage],
 						  (seq / fast_cfg::STAGES & 1) ^ 1);
 					fast_page_load(fp, sm, stage, at, policy);
@@ -406,7 +405,7 @@ KVK_DEV void fast_prepare(const struct attn_params &p, uint32_t count,
 		}
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
-			atoms_add_release(&sm->segs_done, 1);
+			atoms_add_release(&sm->segs_done[threadIdx.x / 32], 1);
 	}
 }
 
@@ -427,7 +426,9 @@ KVK_DEV void fast_init(struct fast_smem *sm)
 		}
 		sm->pend[0].epoch = sm->pend[0].last = 0;
 		sm->pend[1].epoch = sm->pend[1].last = 0;
-		sm->segs_in = sm->segs_done = 0;
+		sm->segs_in = 0;
+		for (int i = 0; i < fast_cfg::NR_WARPS; i++)
+			sm->segs_done[i] = 0;
 		mbar_init_fence();
 	}
 	if (threadIdx.x < REG_ROWS)
@@ -443,15 +444,18 @@ __global__ void __launch_bounds__(fast_cfg::NR_THREADS, 1)
 	/* a constant, so that addresses and descriptors are; of a pair but for the high bits */
 	const uint32_t base = PAIR ? pair_base(REG_AT) : REG_AT;
 	struct fast_smem *sm = (struct fast_smem *)__cvta_shared_to_generic(base);
+	uint32_t touched = 0;
 
 	if (smem_addr(smem_raw) != base)
 		__trap();
-	fast_init(sm);
 	plan_enter(p.a);
+	if (threadIdx.x / 32 == fast_cfg::NR_USE)
+		touched = plan_touch(p.a);
+	fast_init(sm);
 	if (threadIdx.x >= fast_cfg::NR_USE * 32) {
 		regs_dec<fast_cfg::REGS_FEED>();
 		if (threadIdx.x / 32 == fast_cfg::NR_USE)
-			fast_produce(p, p.a.mem.ctas[blockIdx.x], *p.a.step, sm);
+			fast_produce(p, touched, *p.a.step, sm);
 		else if (threadIdx.x / 32 == fast_cfg::NR_USE + 1)
 			fast_prepare(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
 	} else {
@@ -515,6 +519,7 @@ int mla_fast_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,
 
 	static_assert(sizeof(struct fast_smem) <= 226 * 1024, "too much shared memory");
 	k.a = *p;
+	k.a.flight = p->flags >> 16 & 15 ? p->flight : fast_cfg::STAGES;
 	if (!encode || fast_map_latent(p, encode, &k.latent) ||
 	    fast_map_rope(p, encode, &k.rope) ||
 	    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -58,7 +58,7 @@ struct fast_smem {
 	uint64_t p_empty[FAST_PS];
 	uint32_t raised[FAST_PS]; /* with this P */
 	uint32_t segs_in;
-	uint32_t segs_done;
+	uint32_t segs_done[fast_cfg::NR_WARPS]; /* of each warp: one prepares pages */
 	uint32_t flag;
 	uint32_t pair; /* this CTA and the other one of its cluster have a unit alone */
 };

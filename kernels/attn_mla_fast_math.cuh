@@ -175,7 +175,8 @@ KVK_DEV uint32_t fast_p_at(uint32_t seq)
 
 /*
  * Softmax of page @seq that this warpgroup scored, with the references as they are, before the one
- * before it is waited for; if that one raised them, once more. @prev: there is one, of this segment.
+ * before it is waited for; if that one raised them, once more. @prev: there is one, of this segment; if not
+ * there are no references yet.
  * Returns whether this page raised them; *ret_prev: whether the other did.
  */
 KVK_DEV bool fast_softmax(const struct attn_params &p, const struct fast_lane &r,
@@ -186,14 +187,14 @@ KVK_DEV bool fast_softmax(const struct attn_params &p, const struct fast_lane &r
 	const struct fast_factors &f = sm->f[seq % fast_cfg::STAGES];
 	const uint32_t to = (r.p ^ (seq & 1) * 64) + fast_p_at(seq);
 	struct fast_rows w;
-	bool raise;
+	bool raise = true;
 
 	mbar_wait(&sm->p_empty[b], (seq / FAST_PS & 1) ^ 1);
 	w = fast_rows_read(p, sm);
-	raise = fast_probs(to, f, s, w, ls);
-	fence_proxy_async();
 	*ret_prev = false;
 	if (prev) {
+		raise = fast_probs(to, f, s, w, ls);
+		fence_proxy_async();
 		mbar_wait(&sm->p_full[before], (seq - 1) / FAST_PS & 1);
 		*ret_prev = *(volatile uint32_t *)&sm->raised[before];
 	}
@@ -202,7 +203,8 @@ KVK_DEV bool fast_softmax(const struct attn_params &p, const struct fast_lane &r
 		raise = fast_probs(to, f, s, w, ls);
 		fence_proxy_async();
 	}
-	raise = bar_or(REG_OWN + r.own, 128, raise);
+	if (prev)
+		raise = bar_or(REG_OWN + r.own, 128, raise);
 	if (raise) {
 		fast_raise(r, f, s, w, sm->shrink[b], sm);
 		w = fast_rows_read(p, sm);

@@ -27,12 +27,15 @@
  * once: it is free again before the next one is ready.
  *
  * Softmax is without a search for the maximum: P = 2^(s - m) times the token's scale of the
- * latent, with a reference m for each row. Only if some P exceeds 2^8 (on a unit's first page it
- * does) are the references raised, and what was summed shrinks. m is of the product, so a page
+ * latent, with a reference m for each row. Only if some P exceeds 2^8 are the references raised, and what
+ * was summed shrinks; on a segment's first page they are made. m is of the product, so a page
  * with larger scales needs nothing of its own.
  *
  * The scores of the rope come first; they are multiplied by rope scale over latent scale
  * before the latent's are added to them.
+ *
+ * The ring's first pages are asked for one after the other: all SMs begin at once, and pages
+ * that are asked for together come together, late.
  *
  * Measured: 3,400 clocks a page. No pipe is full (matrix 55 %): a warpgroup needs 6,700 clocks for
  * its two pages, and waits for the matrix units in less than a tenth of them. The rest is its own
@@ -171,6 +174,7 @@ KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g,
 		if (g.poisoned)
 			l = NAN;
 		reg_row_end(e, tid, sm->m[tid], l, slot);
+		sm->fresh = 1;
 		sm->m[tid] = REG_NONE;
 	}
 	bar_sync(BAR_ALL, 256);
@@ -251,29 +255,26 @@ KVK_DEV void reg_page_load(const struct reg_params &rp, struct reg_smem *sm,
 		  &sm->full[stage], policy);
 }
 
-KVK_DEV void reg_produce(const struct reg_params &rp, const struct plan_cta &cta,
-			 uint64_t step, struct reg_smem *sm)
+/* @touched: plan_touch() */
+KVK_DEV void reg_produce(const struct reg_params &rp, uint32_t touched, uint64_t step,
+			 struct reg_smem *sm)
 {
 	const struct attn_params &p = rp.a;
 	const uint64_t policy = policy_evict_first();
-	const uint32_t lane = threadIdx.x & 31;
+	const uint32_t lane = threadIdx.x & 31, count = plan_count(touched);
 	uint32_t seq = 0;
 
-	for (uint32_t i = 0; i < cta.count; i++) {
-		const struct plan_seg *ps =
-			i == 0 ? &cta.first : &p.mem.segs[cta.base + i];
-		const struct kv_row *rows = p.rows + ps->row0 + ps->page0;
-		uint32_t n = min(32u, ps->nr_pages);
-		uint32_t pfn =
-			lane < n && ps->page0 + lane < ps->nr_rows ? rows[lane].pfn : 0;
-		struct mla_seg g = publish_seg(p, cta, i, step, sm);
+	for (uint32_t i = 0; i < count; i++) {
+		struct slot_walk w = slot_publish(p, touched, i, step, sm);
+		uint32_t n;
 
-		for (uint32_t pg = 0; pg < g.nr_pieces; pg += 32) {
-			const uint32_t now = pfn;
+		for (uint32_t pg = 0; pg < w.pages; pg += n) {
+			const uint32_t now = w.pfn;
 
-			n = min(32u, g.s.nr_pages - pg);
-			if (pg + 32 + lane < g.s.nr_pages)
-				pfn = rows[pg + 32 + lane].pfn;
+			n = min(w.have, w.pages - pg);
+			w.have = 32;
+			if (pg + n + lane < w.pages)
+				w.pfn = w.rows[pg + n + lane].pfn;
 			for (uint32_t j = 0; j < n; j++, seq++) {
 				const uint32_t at = __shfl_sync(~0u, now, j);
 				const uint32_t stage = seq % reg_cfg::STAGES;
@@ -281,6 +282,7 @@ KVK_DEV void reg_produce(const struct reg_params &rp, const struct plan_cta &cta
 				if (seq == 0)
 					grid_wait();
 				if (lane == 0) {
+					ring_wait(sm, seq, p.flight);
 					mbar_wait(&sm->empty[stage],
 						  (seq / reg_cfg::STAGES & 1) ^ 1);
 					reg_page_load(rp, sm, stage, at, policy);
@@ -306,6 +308,7 @@ KVK_DEV void reg_init(const struct attn_params &p, struct reg_smem *sm)
 		sm->pend[0].epoch = sm->pend[0].last = 0;
 		sm->pend[1].epoch = sm->pend[1].last = 0;
 		sm->segs_in = sm->segs_done = 0;
+		sm->fresh = 1;
 		sm->fixed = p.scales ? p.scales[0] : 1.f;
 		mbar_init_fence();
 	}
@@ -322,15 +325,18 @@ __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 	/* a constant, so that addresses and descriptors are; of a pair but for the high bits */
 	const uint32_t base = PAIR ? pair_base(REG_AT) : REG_AT;
 	struct reg_smem *sm = (struct reg_smem *)__cvta_shared_to_generic(base);
+	uint32_t touched = 0;
 
 	if (smem_addr(smem_raw) != base)
 		__trap();
-	reg_init(p.a, sm);
 	plan_enter(p.a);
+	if (threadIdx.x / 32 == reg_cfg::NR_WARPS)
+		touched = plan_touch(p.a);
+	reg_init(p.a, sm);
 	if (threadIdx.x >= reg_cfg::NR_WARPS * 32) {
 		regs_dec<reg_cfg::REGS_FEED>();
 		if (threadIdx.x / 32 == reg_cfg::NR_WARPS)
-			reg_produce(p, p.a.mem.ctas[blockIdx.x], *p.a.step, sm);
+			reg_produce(p, touched, *p.a.step, sm);
 	} else {
 		regs_inc<reg_cfg::REGS_USE>();
 		reg_consume<PAIR>(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
@@ -372,6 +378,7 @@ int mla_reg_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,
 
 	static_assert(sizeof(struct reg_smem) <= 227 * 1024, "too much shared memory");
 	k.a = *p;
+	k.a.flight = p->flags >> 16 & 15 ? p->flight : reg_cfg::STAGES;
 	if (reg_map(p, &k.latent) ||
 	    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
 				 (int)sizeof(struct reg_smem)) != cudaSuccess)

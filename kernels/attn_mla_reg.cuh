@@ -7,7 +7,7 @@
 #define KVK_ATTN_MLA_REG_CUH
 
 #include <cuda.h>
-#include "kernels/attn_mla.cuh"
+#include "kernels/attn_mla_slot.cuh"
 #include "kernels/wgmma.cuh"
 
 #define REG_ROWS  64   /* query rows of a CTA */
@@ -49,6 +49,7 @@ struct reg_smem {
 	uint64_t p_full;
 	uint64_t p_empty;
 	uint32_t raised; /* with this P */
+	uint32_t fresh;	 /* the segment has no references yet */
 	float fixed;	 /* latent scale of pages without scales */
 	uint32_t segs_in;
 	uint32_t segs_done;

@@ -321,27 +321,36 @@ KVK_DEV void reg_raise(struct reg_smem *sm, const float (&s)[32],
 	bar_sync(REG_OWN + threadIdx.x / 128, 128);
 }
 
-/* Softmax of a page that this warpgroup scored; then P is there for both. */
+/*
+ * Softmax of a page that this warpgroup scored; then P is there for both. Of a segment's first page there
+ * are neither references nor sums (sm->fresh: no register is left for it).
+ */
 KVK_DEV void reg_softmax(struct reg_smem *sm, const float (&s)[32],
 			 const struct reg_tokens &t, struct reg_state &st, uint32_t seq,
 			 float2 (&m)[8], float (&ls)[16])
 {
-	bool raise;
+	bool raise = true;
+	uint32_t fresh;
 
 	mbar_wait(&sm->p_empty, (seq & 1) ^ 1);
-	raise = reg_probs(sm, s, t, m, ls);
-	fence_proxy_async();
-	raise = bar_or(REG_OWN + threadIdx.x / 128, 128, raise);
+	fresh = *(volatile uint32_t *)&sm->fresh;
+	if (!fresh) {
+		raise = reg_probs(sm, s, t, m, ls);
+		fence_proxy_async();
+		raise = bar_or(REG_OWN + threadIdx.x / 128, 128, raise);
+	}
 	if (raise) {
 		reg_raise(sm, s, t);
-		reg_shrink(sm, st);
+		if (!fresh)
+			reg_shrink(sm, st);
 		reg_references(sm, m);
 		reg_probs(sm, s, t, m, ls);
 		fence_proxy_async();
 		bar_sync(REG_OWN + threadIdx.x / 128, 128);
 	}
 	if (threadIdx.x % 128 == 0) {
-		sm->raised = raise;
+		sm->raised = raise && !fresh;
+		sm->fresh = 0;
 		mbar_arrive(&sm->p_full);
 	}
 }

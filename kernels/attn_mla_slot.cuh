@@ -26,6 +26,76 @@
 #define SLOT_GROUPS  (SLOT_WORDS * SLOT_THREADS / 32) /* words of a warp side by side */
 #define SLOT_O	     (2 * SLOT_ROWS)		      /* floats in front of O: m and l */
 
+/* ----------------------------------------------------------------------------- producer
+ */
+
+/* A segment as the producer walks it: a lane has a page. */
+struct slot_walk {
+	const struct kv_row *rows; /* of the first page */
+	uint32_t pages;		   /* to read */
+	uint32_t pfn;		   /* of page @lane */
+	uint32_t have;		   /* lanes that have one */
+};
+
+/*
+ * publish_seg() with a word of the segment a lane: the producer has few registers, and what it spills
+ * delays the first page. @touched: the CTA's entry (plan_touch()), with all of the first segment
+ */
+template <class SM>
+KVK_DEV struct slot_walk slot_publish(const struct attn_params &p, uint32_t touched,
+				      uint32_t i, uint64_t step, SM *sm)
+{
+	const uint32_t lane = threadIdx.x & 31, nr = sizeof(struct plan_seg) / 4;
+	const uint32_t base = PLAN_WORD(touched, base);
+	const uint32_t at = offsetof(struct plan_cta, first) / 4 + lane;
+	const uint32_t first = offsetof(struct plan_cta, pfn) / 4 + lane;
+	uint32_t word = __shfl_sync(~0u, touched, at & 31);
+	enum plan_state state;
+	struct slot_walk w;
+	struct plan_seg s;
+
+	w.pfn = __shfl_sync(~0u, touched, min(first, 31u));
+	w.have = i ? 32 : PLAN_FIRST;
+	if (i && lane < nr)
+		word = ((const uint32_t *)&p.mem.segs[base + i])[lane];
+#define SLOT_FIELD(f) s.f = __shfl_sync(~0u, word, offsetof(struct plan_seg, f) / 4)
+	SLOT_FIELD(req);
+	SLOT_FIELD(page0);
+	SLOT_FIELD(nr_pages);
+	SLOT_FIELD(len);
+	SLOT_FIELD(row0);
+	SLOT_FIELD(nr_rows);
+#undef SLOT_FIELD
+	w.rows = p.rows + s.row0 + s.page0;
+	if (i)
+		w.pfn = lane < s.nr_pages && s.page0 + lane < s.nr_rows ? w.rows[lane].pfn
+									: 0;
+	state = i ? plan_state_of(p, p.mem.ctas[blockIdx.x], i, s, step)
+		  : plan_state_first(p, touched, step);
+	w.pages = state == PLAN_OK ? s.nr_pages : 0;
+	static_assert(offsetof(struct mla_seg, ok) == sizeof(struct plan_seg) &&
+			      offsetof(struct mla_seg, nr_pieces) ==
+				      sizeof(struct plan_seg) + 4 &&
+			      offsetof(struct mla_seg, poisoned) ==
+				      sizeof(struct plan_seg) + 8,
+		      "words behind the segment's");
+	word = lane == nr	? state != PLAN_FAILED
+	       : lane == nr + 1 ? w.pages
+	       : lane == nr + 2 ? state == PLAN_POISONED
+				: word;
+	if (i >= SEG_RING)
+		segs_wait(sm->segs_done, SM::C::NR_WARPS, i);
+	if (lane < sizeof(struct mla_seg) / 4)
+		((uint32_t *)&sm->segs[i % SEG_RING])[lane] = word;
+	__syncwarp();
+	if (lane == 0)
+		sts_release(&sm->segs_in, i + 1);
+	return w;
+}
+
+/* --------------------------------------------------------------------------------- slots
+ */
+
 /* A row's shift from the largest magnitude of its O: what m grows by. */
 KVK_DEV float slot_shift(float top)
 {
@@ -203,7 +273,47 @@ KVK_DEV void slot_merge(const struct attn_params &p, const struct plan_seg &s,
 		slot_slice<ROWS, 1, 17>(p, s, rows, lo, hi, ways, scratch, tid, bar);
 }
 
-/* plan_finish() for these slots. @scratch: [10][SLOT_THREADS] */
+/*
+ * The next slice of a unit that this CTA merges: its own (@n 0), then, if it came last, those that nobody
+ * has taken; PLAN_SLICES: there is none. *left: of the 32 looked at last
+ */
+KVK_DEV uint32_t slot_next(const struct attn_params &p, const struct plan_pending *pend,
+			   uint32_t slices, uint32_t n, uint32_t *left, uint32_t *base,
+			   uint32_t *flag, int bar)
+{
+	uint32_t *taken =
+		p.mem.counters + PLAN_SLOTS + plan_slot(pend->s, 0) * PLAN_SLICES;
+	const uint32_t part = pend->s.part, tid = threadIdx.x;
+
+	if (n == 0 && part < slices) {
+		if (tid == 0)
+			atomicMax(taken + part, pend->epoch);
+		return part;
+	}
+	while (!*left && pend->last && *base < slices) {
+		bar_sync(bar, SLOT_THREADS);
+		if (tid < 32) {
+			const uint32_t i = *base + tid;
+			const bool open = i < slices && i != part &&
+					  *(volatile uint32_t *)(taken + i) < pend->epoch;
+
+			*flag = __ballot_sync(~0u, open);
+		}
+		bar_sync(bar, SLOT_THREADS);
+		*left = *(volatile uint32_t *)flag;
+		*base += 32;
+	}
+	if (!*left)
+		return PLAN_SLICES;
+	n = *base - 32 + __ffs((int)*left) - 1;
+	*left &= *left - 1;
+	return n;
+}
+
+/*
+ * plan_finish() for these slots, with one place that merges: what is there twice costs the loops over
+ * pages registers. @scratch: [10][SLOT_THREADS]
+ */
 template <class ROWS>
 KVK_DEV void slot_finish(const struct attn_params &p, const struct plan_pending *pend,
 			 float *scratch, uint32_t *flag, int tid, int bar)
@@ -212,11 +322,18 @@ KVK_DEV void slot_finish(const struct attn_params &p, const struct plan_pending 
 	const uint32_t rows =
 		min((uint32_t)SLOT_ROWS, s.q_len * p.nr_q_heads - s.hblk * SLOT_ROWS);
 	const uint32_t slices = min(s.nr_parts, PLAN_SLICES);
+	uint32_t left = 0, base = 0, slice;
 
-	plan_share(p, pend, slices, s.nr_parts, flag, tid, bar, SLOT_THREADS,
-		   [&](uint32_t slice) {
-			   slot_merge<ROWS>(p, s, rows, slice, slices, scratch, tid, bar);
-		   });
+	if (s.part >= slices && !pend->last)
+		return;
+	if (!plan_all_in(p, pend, s.nr_parts, flag, tid, bar, SLOT_THREADS))
+		return;
+	for (uint32_t n = 0;; n++) {
+		slice = slot_next(p, pend, slices, n, &left, &base, flag, bar);
+		if (slice == PLAN_SLICES)
+			break;
+		slot_merge<ROWS>(p, s, rows, slice, slices, scratch, tid, bar);
+	}
 }
 
 /* Count in a part whose slot all consumers have written. All of them call it. */

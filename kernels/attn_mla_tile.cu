@@ -326,15 +326,11 @@ KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 	if (PAIR && threadIdx.x == 0) /* kept there, not in a register */
 		sm->pair = pair_is(p);
 	for (uint32_t i = 0; i < count; i++) {
+		const struct mla_seg &g = sm->segs[i % TILE_SEGS];
 		struct tile_state st = {};
-		struct mla_seg g;
 		uint32_t nr;
 
 		spin_until(&sm->segs_in, i);
-		g = sm->segs[i % TILE_SEGS];
-		__syncwarp();
-		if (threadIdx.x % 32 == 0)
-			atoms_add_release(&sm->segs_done, 1);
 		st.m[0] = st.m[1] = -INFINITY;
 		tile_load_q(p, g.s, sm);
 		nr = __shfl_sync(~0u, g.nr_pieces, 0);
@@ -349,6 +345,9 @@ KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 				tile_other<PLANES>(seq, st, sm);
 		}
 		tile_end<PAIR>(p, g, st, sm);
+		__syncwarp();
+		if (threadIdx.x % 32 == 0)
+			atoms_add_release(&sm->segs_done, 1);
 	}
 }
 
@@ -369,8 +368,12 @@ __global__ void __launch_bounds__(384, 1)
 {
 	using C = tile_cfg<PLANES>;
 	DEV_DYNAMIC_SHARED_1K(smem_raw);
-	struct tile_smem *sm = (struct tile_smem *)smem_raw;
+	/* a constant, so that addresses and descriptors are; of a pair but for the high bits */
+	const uint32_t base = PAIR ? pair_base(SMEM_AT) : SMEM_AT;
+	struct tile_smem *sm = (struct tile_smem *)__cvta_shared_to_generic(base);
 
+	if (smem_addr(smem_raw) != base)
+		__trap();
 	if (threadIdx.x == 0) {
 		for (int i = 0; i < 2; i++) {
 			for (int k = 0; k < NR_PARTS; k++) {

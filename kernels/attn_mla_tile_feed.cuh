@@ -102,6 +102,10 @@ KVK_DEV const uint8_t *tile_next(const struct attn_params &p, const struct plan_
 	return at;
 }
 
+/*
+ * Fill the tiles. The second one is asked for when the first is there: all SMs begin at once, and what is
+ * asked for together comes together, late.
+ */
 KVK_DEV void feed_bf16(const struct attn_params &p, const struct plan_cta &cta,
 		       uint64_t step, struct tile_smem *sm)
 {
@@ -118,6 +122,8 @@ KVK_DEV void feed_bf16(const struct attn_params &p, const struct plan_cta &cta,
 		const uint32_t buf = seq & 1, phase = (seq >> 1 & 1) ^ 1;
 		const uint32_t tile = smem_addr(sm->tile[buf]);
 
+		if (seq == 1)
+			mbar_wait(&sm->full[0][PART_RIGHT], 0);
 		mbar_wait(&sm->empty[buf][PART_ROPE], phase);
 #pragma unroll
 		for (int i = 0; i < 4; i++) { /* 4 tokens of 8 chunks */
