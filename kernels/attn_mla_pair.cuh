@@ -13,7 +13,7 @@
  * sum is fixed, so reruns are bit-equal. Neither CTA leaves before the other one has read.
  *
  * In a cluster the CTA's shared memory does not start at a constant address: instances for pairs take it
- * from smem_raw or pair_base().
+ * from pair_base().
  */
 #ifndef KVK_ATTN_MLA_PAIR_CUH
 #define KVK_ATTN_MLA_PAIR_CUH
