@@ -46,21 +46,21 @@ struct fp8_params {
 /* Shared memory for N tokens: the rings of W and x, scales, barriers. Two CTAs fit on an SM; 64
  * tokens take the registers of two. */
 template <u32 N> struct fp8_size {
-	static const u32 vectors = N <= 16 ? 32 : 64; /* of x in a step */
-	static const u32 blocks = vectors / N;
-	static const u32 group = N <= 16 ? blocks : 1; /* whose products run together */
-	static const u32 per = F8_THREADS / vectors;   /* threads that share a vector */
-	static const u32 x_half = N * 128; /* bytes of 64 columns of a block */
-	static const u32 x_step = vectors * 256;
-	static const u32 x_deep = N == 64 ? 3 : 2;
-	static const u32 w_deep = N == 32 ? 5 : 6;
-	static const u32 x_at = w_deep * F8_BOX;
-	static const u32 scales = x_at + x_deep * x_step;
-	static const u32 w_scales = scales + x_deep * vectors * 4;
-	static const u32 w_full = w_scales + F8_BLOCKS * 4;
-	static const u32 w_used = w_full + w_deep * 8;
-	static const u32 x_full = w_used + w_deep * 8;
-	static const u32 all = x_full + x_deep * 8;
+	static constexpr u32 vectors = N <= 16 ? 32 : 64; /* of x in a step */
+	static constexpr u32 blocks = vectors / N;
+	static constexpr u32 group = N <= 16 ? blocks : 1; /* whose products run together */
+	static constexpr u32 per = F8_THREADS / vectors;   /* threads that share a vector */
+	static constexpr u32 x_half = N * 128; /* bytes of 64 columns of a block */
+	static constexpr u32 x_step = vectors * 256;
+	static constexpr u32 x_deep = N == 64 ? 3 : 2;
+	static constexpr u32 w_deep = N == 32 ? 5 : 6;
+	static constexpr u32 x_at = w_deep * F8_BOX;
+	static constexpr u32 scales = x_at + x_deep * x_step;
+	static constexpr u32 w_scales = scales + x_deep * vectors * 4;
+	static constexpr u32 w_full = w_scales + F8_BLOCKS * 4;
+	static constexpr u32 w_used = w_full + w_deep * 8;
+	static constexpr u32 x_full = w_used + w_deep * 8;
+	static constexpr u32 all = x_full + x_deep * 8;
 };
 
 /* ------------------------------------------------------------------------------- fetching */
