@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * sample_cut.cuh - where top-p cuts a row: steps 2 to 4 of sample_wide.cu. Device code.
+ * sample_cut.cuh - where top-p cuts a row: steps 2 to 4 of sample_wide.cu, and of 5 what warps
+ * keep. Device code.
  */
 #ifndef KVK_SAMPLE_CUT_CUH
 #define KVK_SAMPLE_CUT_CUH
@@ -9,10 +10,27 @@
 
 /* --------------------------------------------------------------------- 2. all mass; the bracket */
 
-/* The sum of all masses; by warp in part.warp_mass, or counted in part.count if @bins. */
-template <u32 W>
-KVK_DEV u64 wide_total(struct wide_shared<W> &sh, const struct wide_row &row, bool bins)
+/*
+ * As many bins as there are span what the cut of a long row can be in: behind them the whole row
+ * would have less than the 1 - @top_p of all mass that may be left out.
+ */
+KVK_DEV void wide_bins(struct wide_row &row, float top_p)
 {
+	const float span =
+		row.vocab < WIDE_LONG
+			? WIDE_NATS
+			: __logf((float)row.vocab / ((1.0f - top_p) * row.some)) + 0.05f;
+
+	row.nats = fmaxf(fminf(span, WIDE_NATS), 1.0f) / (float)(WIDE_BINS - 1);
+	row.bin = row.temperature * row.nats;
+	row.fine = fminf(1.0f / row.bin, 3e38f);
+}
+
+/* The sum of all masses; by warp in part.warp_mass, or where top-p can cut counted in part.count */
+template <u32 W>
+KVK_DEV u64 wide_total(struct wide_shared<W> &sh, const struct wide_row &row, float top_p)
+{
+	const bool bins = top_p < 1.0f;
 	u64 mass = 0;
 	const auto take = [&](float v) {
 		mass += wide_mass(row, v);
@@ -23,7 +41,7 @@ KVK_DEV u64 wide_total(struct wide_shared<W> &sh, const struct wide_row &row, bo
 	for (u32 b = threadIdx.x; b < WIDE_BINS; b += W * 32)
 		sh.part.count[b] = 0;
 	__syncthreads();
-	wide_each(row, [&](float4 v, u32) {
+	wide_each<W>(row, [&](float4 v) {
 		take(v.x);
 		take(v.y);
 		take(v.z);
@@ -35,7 +53,7 @@ KVK_DEV u64 wide_total(struct wide_shared<W> &sh, const struct wide_row &row, bo
 		mass = wide_cta_sum64(sh, 0);
 	if (threadIdx.x == 0)
 		sh.part.total = mass;
-	tile_cluster_sync();
+	wide_share();
 	return wide_all_sum64(&sh.part.total, row.ctas);
 }
 
@@ -62,27 +80,40 @@ template <u32 W> KVK_DEV float2 wide_scan(struct wide_shared<W> &sh, float2 v)
 	return make_float2(before.x + sum.x - v.x, before.y + sum.y - v.y);
 }
 
+/* The least @bin of the warp's lanes for which @is holds, to *@p: one of its threads does it. */
+KVK_DEV void wide_first(u32 *p, bool is, u32 bin)
+{
+	const u32 which = __ballot_sync(~0u, is);
+
+	if (which && threadIdx.x % 32 == (u32)__ffs((int)which) - 1)
+		atomicMin(p, bin);
+}
+
 /*
  * sh.first .. sh.last: bins between which the cut most probably is. A logit's place in its bin is
  * taken for random: so the mass up to a bin's end is known within four standard deviations. (By
- * bounds that always hold it is known by 3 %, and ten times as many logits are between them.)
+ * bounds that always hold it is known by a bin, and ten times as many logits are between them.)
  */
 template <u32 W>
 KVK_DEV void wide_bracket(struct wide_shared<W> &sh, const struct wide_row &row, u64 want)
 {
 	const u32 per = WIDE_BINS / (W * 32), b = threadIdx.x * per; /* 2 or 1 */
-	const float target = (float)want / row.unit, fall = expf(-1.0f / WIDE_FINE);
+	const u64 both = per == 2 ? wide_sum64((const u64 *)&sh.part.count[b], row.ctas)
+				  : wide_sum32(&sh.part.count[b], row.ctas);
+	const float target = (float)want / row.unit, fall = expf(-row.nats);
+	/* of a bin's masses, in parts of its largest: their mean, and their variance */
+	const float mean = 1.0f - row.nats * (0.5f - row.nats * (1.0f / 6));
+	const float var = row.nats * row.nats * (1.0f / 12);
 	float2 sum[per], before, all = make_float2(0, 0);
-	float most = expf(-(float)b / WIDE_FINE); /* mass of one */
+	float most = expf(-(float)b * row.nats); /* mass of one */
 
 #pragma unroll
 	for (u32 i = 0; i < per; i++, most *= fall) {
 		const u32 top = b + i == 0; /* the largest one, which has mass 1 */
-		const float n =
-			(float)(wide_sum32(&sh.part.count[b + i], row.ctas) - top);
+		/* no count of a row reaches 2^32, so a pair of them can be added as one */
+		const float n = (float)((u32)(both >> 32 * i) - top);
 
-		sum[i] = make_float2(n * most * WIDE_MEAN + (float)top,
-				     n * most * most * WIDE_VAR);
+		sum[i] = make_float2(n * most * mean + (float)top, n * most * most * var);
 		all.x += sum[i].x, all.y += sum[i].y;
 	}
 	if (threadIdx.x == 0)
@@ -94,62 +125,153 @@ KVK_DEV void wide_bracket(struct wide_shared<W> &sh, const struct wide_row &row,
 
 		const float off = 4 * sqrtf(before.y) + WIDE_SLACK * before.x;
 
-		if (before.x + off >= target)
-			atomicMin(&sh.first, b + i);
-		if (before.x - off >= target)
-			atomicMin(&sh.last, b + i);
+		wide_first(&sh.first, before.x + off >= target, b + i);
+		wide_first(&sh.last, before.x - off >= target, b + i);
 	}
 	__syncthreads();
 }
 
 /* ------------------------------------------------------------------------------- 3. 4. the cut */
 
-/* A key in the bracket; of more than there is room for, their number. */
-template <u32 W> KVK_DEV void wide_list(struct wide_shared<W> &sh, u32 key)
+/* A logit in the bracket; of more than there is room for, their number. */
+template <u32 W> KVK_DEV void wide_list(struct wide_shared<W> &sh, u32 key, u32 id)
 {
 	const u32 at = atomicAdd(&sh.part.listed, 1u);
 
 	if (at < WIDE_LIST)
-		sh.part.list[at] = key;
+		sh.part.list[at] = (u64)key << 32 | id;
+}
+
+/* Where logit e of step @first + k lies, for @bit 1 << (4 k + e). */
+KVK_DEV u32 wide_at(u32 first, u32 bit)
+{
+	const u32 i = (u32)__ffs((int)bit) - 1;
+
+	return (first + i / 4) * WIDE_STEP + i % 4;
+}
+
+/* That logit, if it is in shared memory. */
+KVK_DEV float wide_here(const struct wide_row &row, u32 first, u32 bit)
+{
+	return row.logits[wide_at(first, bit)];
+}
+
+/* Bits of eight steps from @first on, of those below @here: logits of at least @lo. */
+KVK_DEV u32 wide_at_least(const struct wide_row &row, u32 first, u32 here, float lo)
+{
+	u32 bits = 0;
+
+#pragma unroll
+	for (u32 k = 0; k < WIDE_CHUNK; k++) {
+		if (first + k >= here)
+			break;
+		const float4 v = *(const float4 *)(row.logits + (first + k) * WIDE_STEP);
+
+		bits |= v.x >= lo ? 1u << (4 * k) : 0;
+		bits |= v.y >= lo ? 2u << (4 * k) : 0;
+		bits |= v.z >= lo ? 4u << (4 * k) : 0;
+		bits |= v.w >= lo ? 8u << (4 * k) : 0;
+	}
+	return bits;
+}
+
+/* The masses of those of sixteen logits that are at least @hi, to @most; bits of those in between. */
+KVK_DEV u32 wide_split(const struct wide_row &row, const float4 (&v)[4], float lo,
+		       float hi, struct wide_acc &most)
+{
+	u32 bits = 0;
+	const auto take = [&](float logit, u32 i) {
+		const bool over = logit >= hi;
+
+		wide_acc_add(most, row,
+			     over ? arch_exp2((logit - row.max) * row.scale) : 0.0f);
+		bits |= logit >= lo && !over ? 1u << i : 0;
+	};
+
+#pragma unroll
+	for (u32 k = 0; k < 4; k++) {
+		take(v[k].x, 4 * k);
+		take(v[k].y, 4 * k + 1);
+		take(v[k].z, 4 * k + 2);
+		take(v[k].w, 4 * k + 3);
+	}
+	return bits;
+}
+
+/* Number @i of sixteen in registers. */
+KVK_DEV float wide_pick(const float4 (&v)[4], u32 i)
+{
+	float x = v[0].x;
+
+#pragma unroll
+	for (u32 k = 0; k < 4; k++) {
+		x = i == 4 * k ? v[k].x : x;
+		x = i == 4 * k + 1 ? v[k].y : x;
+		x = i == 4 * k + 2 ? v[k].z : x;
+		x = i == 4 * k + 3 ? v[k].w : x;
+	}
+	return x;
 }
 
 /*
- * The bracket, bins first .. last: bits and list of its logits, the exact mass of those above. Is
- * the cut there? @cut.hi: a key above all of the bracket's.
+ * The bracket, bins first .. last: its logits are listed; the exact mass of those above. Is the
+ * cut there? @cut.hi: a key above all of the bracket's. @last ~0: everything, and no list.
  */
 template <u32 W>
-KVK_DEV bool wide_enter(struct wide_shared<W> &sh, struct wide_row &row,
+KVK_DEV bool wide_enter(struct wide_shared<W> &sh, const struct wide_row &row,
 			struct wide_cut &cut, u32 first, u32 last)
 {
-	const float bin = row.temperature * (1.0f / WIDE_FINE);
-	const float hi = first ? row.max - (float)first * bin
+	const float hi = first ? row.max - (float)first * row.bin
 			       : sample_logit(sample_key(row.max) + 1);
 	/* the last bin has all that is less likely, but what has no mass */
 	const float lo =
-		last < WIDE_BINS - 1 ? row.max - (float)(last + 1) * bin : WIDE_LEAST;
-	u64 above = 0, inside = 0, bits = 0;
+		last < WIDE_BINS - 1 ? row.max - (float)(last + 1) * row.bin : WIDE_LEAST;
+	const u32 here = W < WIDE_BIG ? row.steps : row.here;
+	struct wide_acc most = {};
+	u64 above = 0, inside = 0;
+	const auto list = [&](float logit, u32 id) {
+		inside += wide_mass(row, logit);
+		if (~last)
+			wide_list(sh, sample_key(logit), id);
+	};
 
 	cut.lo = sample_key(lo);
 	cut.hi = sample_key(hi);
 	if (threadIdx.x == 0)
-		sh.part.listed = 0;
+		sh.part.listed = ~last ? 0 : WIDE_LIST + 1;
 	__syncthreads();
-	row.inside = 0;
-	wide_each(row, [&](float4 v, u32 s) {
-		const u32 from_lo = (v.x >= lo) | (v.y >= lo) << 1 | (v.z >= lo) << 2 |
-				    (v.w >= lo) << 3;
-		const u32 from_hi = (v.x >= hi) | (v.y >= hi) << 1 | (v.z >= hi) << 2 |
-				    (v.w >= hi) << 3;
+	/* what is in the bracket apart: a lane that lists a key would hold up all those of its
+	 * warp that add up */
+#pragma unroll 1
+	for (u32 s = 0; s < here; s += WIDE_CHUNK) {
+		u32 bits = wide_at_least(row, s, here, lo), within = 0;
 
-		row.inside |= (u64)(from_lo ^ from_hi) << (s * 4);
-		bits |= (u64)from_hi << (s * 4);
-	});
-	/* apart: a lane that lists a key would hold up all those of its warp that add up */
-	wide_some(row, bits, [&](float v) { above += wide_mass(row, v); });
-	wide_some(row, row.inside, [&](float v) {
-		inside += wide_mass(row, v);
-		wide_list(sh, sample_key(v));
-	});
+#pragma unroll 1
+		for (; bits; bits &= bits - 1) {
+			const u32 bit = bits & -bits;
+			const float logit = wide_here(row, s, bit);
+
+			above += logit >= hi ? wide_mass(row, logit) : 0;
+			within |= logit >= hi ? 0 : bit;
+		}
+#pragma unroll 1
+		for (; within; within &= within - 1)
+			list(wide_here(row, s, within & -within),
+			     row.id + wide_at(s, within & -within));
+	}
+#pragma unroll 1
+	for (u32 s = here; W == WIDE_BIG && s < row.steps; s += 4) {
+		float4 v[4];
+		u32 within;
+
+		wide_four_steps<W>(row, s, v);
+		within = wide_split(row, v, lo, hi, most);
+#pragma unroll 1
+		for (; within; within &= within - 1)
+			list(wide_pick(v, (u32)__ffs((int)within) - 1),
+			     row.id + wide_at(s, within & -within));
+	}
+	above += wide_acc_sum(most, row, (row.steps - here + 3) / 4 * 16);
 	wide_put_sum(sh, 0, above, sh.part.warp_mass);
 	wide_put_sum(sh, 1, inside, NULL);
 	__syncthreads();
@@ -161,7 +283,7 @@ KVK_DEV bool wide_enter(struct wide_shared<W> &sh, struct wide_row &row,
 		sh.part.above = above;
 		sh.part.inside = inside;
 	}
-	tile_cluster_sync();
+	wide_share();
 	cut.above = wide_all_sum64(&sh.part.above, row.ctas);
 	inside = wide_all_sum64(&sh.part.inside, row.ctas);
 	return cut.above < cut.want && cut.above + inside >= cut.want;
@@ -221,32 +343,108 @@ KVK_DEV void wide_take(struct wide_shared<W> &sh, struct wide_cut &cut, u32 shif
 	cut.above = sh.above;
 }
 
-/*
- * cut.lo becomes the key of the cut, cut.above the mass of larger ones: by each CTA for itself, of
- * the keys that all of them have listed, one of a thread. False: they are too many.
- */
-template <u32 W>
-KVK_DEV bool wide_narrow_list(struct wide_shared<W> &sh, const struct wide_row &row,
-			      struct wide_cut &cut)
+/* struct wide_entries - a thread's logits of those that all CTAs have listed; key 0: none */
+template <u32 W> struct wide_entries {
+	static const u32 nr = WIDE_LISTED / (W * 32);
+	u32 key[nr];
+	u32 id[nr];
+	u64 mass[nr];
+};
+
+/* Number @at of what all CTAs have listed. @nr: how many each has, by lane. Return: 0, or none */
+template <u32 W> KVK_DEV u64 wide_listed(struct wide_shared<W> &sh, u32 nr, u32 at)
 {
-	const u32 nr = wide_get_all32(&sh.part.listed, row.ctas);
-	u32 all = 0, most = 0, rank = WIDE_CTAS, at = 0, key = 0;
-	u64 mass = 0;
+	u32 rank = WIDE_CTAS, own = 0, all = 0;
 
 #pragma unroll
 	for (u32 c = 0; c < WIDE_CTAS; c++) {
 		const u32 n = __shfl_sync(~0u, nr, (int)c);
 
-		if (threadIdx.x >= all && threadIdx.x < all + n)
-			rank = c, at = threadIdx.x - all;
+		if (at >= all && at < all + n)
+			rank = c, own = at - all;
 		all += n;
-		most = max(most, n);
 	}
-	if (most > WIDE_LIST || all > W * 32)
+	return rank < WIDE_CTAS ? tile_cluster_get64(&sh.part.list[own], rank) : 0;
+}
+
+/* The cut among @nr keys, which are no more than a warp has lanes: by warp 0. */
+template <u32 W>
+KVK_DEV void wide_choose_left(struct wide_shared<W> &sh, const struct wide_cut &cut,
+			      u32 nr)
+{
+	const u32 lane = threadIdx.x;
+	const u32 key = lane < nr ? sh.left_key[lane] : 0;
+	const u64 mass = lane < nr ? sh.left_mass[lane] : 0;
+	u64 above = cut.above, same = 0;
+
+	for (u32 i = 0; i < nr; i++) {
+		const u32 k = __shfl_sync(~0u, key, (int)i);
+		const u64 m = __shfl_sync(~0u, mass, (int)i);
+
+		above += k > key ? m : 0;
+		same += k == key ? m : 0;
+	}
+	/* the same by all lanes of the cut's key */
+	if (lane < nr && above < cut.want && above + same >= cut.want) {
+		sh.chosen = key;
+		sh.above = above;
+	}
+}
+
+/* Behind a round: are few enough keys left for one warp? Then cut is known. */
+template <u32 W>
+KVK_DEV bool wide_take_left(struct wide_shared<W> &sh, struct wide_cut &cut,
+			    const struct wide_entries<W> &e, u32 *nr_left)
+{
+	u32 nr;
+
+#pragma unroll
+	for (u32 i = 0; i < e.nr; i++)
+		if (e.mass[i] && e.key[i] >= cut.lo && e.key[i] <= cut.hi) {
+			const u32 at = atomicAdd(nr_left, 1u);
+
+			if (at < WIDE_FEW_LEFT) {
+				sh.left_key[at] = e.key[i];
+				sh.left_mass[at] = e.mass[i];
+			}
+		}
+	__syncthreads();
+	nr = *nr_left;
+	if (!nr || nr > WIDE_FEW_LEFT)
 		return false;
-	if (rank < WIDE_CTAS) {
-		key = tile_cluster_get32(&sh.part.list[at], rank);
-		mass = wide_mass(row, sample_logit(key));
+	if (threadIdx.x < 32)
+		wide_choose_left(sh, cut, nr);
+	__syncthreads();
+	cut.lo = cut.hi = sh.chosen;
+	cut.above = sh.above;
+	return true;
+}
+
+/*
+ * cut.lo becomes the key of the cut, cut.above the mass of larger ones: by each CTA for itself, of
+ * the keys that all of them have listed, one or two of a thread. False: they are too many.
+ */
+template <u32 W>
+KVK_DEV bool wide_narrow_list(struct wide_shared<W> &sh, const struct wide_row &row,
+			      struct wide_cut &cut, struct wide_entries<W> &e)
+{
+	const u32 nr = wide_get_all32(&sh.part.listed, row.ctas);
+	u32 all = nr, most = nr;
+
+#pragma unroll
+	for (int o = WIDE_CTAS / 2; o; o >>= 1) {
+		all += __shfl_xor_sync(~0u, all, o);
+		most = max(most, __shfl_xor_sync(~0u, most, o));
+	}
+	if (most > WIDE_LIST || all > WIDE_LISTED)
+		return false;
+#pragma unroll
+	for (u32 i = 0; i < e.nr; i++) {
+		const u64 word = wide_listed(sh, nr, threadIdx.x + i * W * 32);
+
+		e.key[i] = (u32)(word >> 32);
+		e.id[i] = (u32)word;
+		e.mass[i] = word ? wide_mass(row, sample_logit(e.key[i])) : 0;
 	}
 #pragma unroll 1
 	for (u32 round = 0; round < WIDE_ROUNDS && cut.lo < cut.hi; round++) {
@@ -254,11 +452,18 @@ KVK_DEV bool wide_narrow_list(struct wide_shared<W> &sh, const struct wide_row &
 
 		if (threadIdx.x < WIDE_PARTS)
 			sh.bins[threadIdx.x] = 0;
+		if (threadIdx.x == 0)
+			sh.nr_left[round % 2] = 0;
 		__syncthreads();
-		if (mass && key >= cut.lo && key <= cut.hi)
-			wide_add(&sh.bins[(key - cut.lo) >> shift], mass);
+#pragma unroll
+		for (u32 i = 0; i < e.nr; i++)
+			if (e.mass[i] && e.key[i] >= cut.lo && e.key[i] <= cut.hi)
+				wide_add(&sh.bins[(e.key[i] - cut.lo) >> shift],
+					 e.mass[i]);
 		__syncthreads();
 		wide_take(sh, cut, shift);
+		if (wide_take_left(sh, cut, e, &sh.nr_left[round % 2]))
+			break;
 	}
 	return true;
 }
@@ -273,28 +478,103 @@ KVK_DEV void wide_narrow(struct wide_shared<W> &sh, const struct wide_row &row,
 		const u32 shift = wide_shift(cut);
 		u64 *mass = sh.part.mass[round % 2], own = 0;
 		u32 at = 0;
-
-		for (u32 b = threadIdx.x; b < WIDE_PARTS; b += W * 32)
-			mass[b] = 0;
-		__syncthreads();
-		wide_some(row, row.inside, [&](float v) {
+		const float lo = sample_logit(cut.lo), hi = sample_logit(cut.hi);
+		const auto take = [&](float v) {
 			const u32 key = sample_key(v), b = (key - cut.lo) >> shift;
 
-			if (key < cut.lo || key > cut.hi)
+			/* the floats first: most are out, and keys cost more */
+			if (!(v >= lo && v <= hi) || key < cut.lo || key > cut.hi)
 				return;
 			if (b != at && own)
 				wide_add(&mass[at], own);
 			own = b == at ? own + wide_mass(row, v) : wide_mass(row, v);
 			at = b;
+		};
+
+		for (u32 b = threadIdx.x; b < WIDE_PARTS; b += W * 32)
+			mass[b] = 0;
+		__syncthreads();
+		wide_each<W>(row, [&](float4 v) {
+			take(v.x);
+			take(v.y);
+			take(v.z);
+			take(v.w);
 		});
 		if (own)
 			wide_add(&mass[at], own);
-		tile_cluster_sync();
+		wide_share();
 		if (threadIdx.x < WIDE_PARTS)
 			sh.bins[threadIdx.x] = wide_sum64(&mass[threadIdx.x], row.ctas);
 		__syncthreads();
 		wide_take(sh, cut, shift);
 	}
+}
+
+/* ------------------------------------------------------------------ 5. what is kept, by warp */
+
+/* sh.all_mass, all_cut: every warp's words, of all CTAs. @cuts: those at the cut were counted */
+template <u32 W>
+KVK_DEV void wide_get_runs(struct wide_shared<W> &sh, const struct wide_row &row,
+			   bool cuts)
+{
+	const u32 t = threadIdx.x;
+	const bool there = t / W < row.ctas;
+
+	if (t >= WIDE_RUNS)
+		return;
+	sh.all_mass[t] = there ? tile_cluster_get64(&sh.part.warp_mass[t % W], t / W) : 0;
+	sh.all_cut[t] =
+		there && cuts ? tile_cluster_get32(&sh.part.warp_cut[t % W], t / W) : 0;
+}
+
+/* The warps' words had what is above the bracket: what is listed comes to it. */
+template <u32 W>
+KVK_DEV void wide_add_listed(struct wide_shared<W> &sh, const struct wide_row &row,
+			     const struct wide_cut &cut, const struct wide_entries<W> &e)
+{
+	__syncthreads();
+#pragma unroll
+	for (u32 i = 0; i < e.nr; i++) {
+		const u32 run = e.id[i] / (row.steps * WIDE_STEP);
+
+		if (e.key[i] > cut.lo && e.mass[i])
+			wide_add(&sh.all_mass[run], e.mass[i]);
+		if (e.key[i] == cut.lo)
+			atomicAdd(&sh.all_cut[run], 1u);
+	}
+}
+
+/* Where there is no list each warp looks through its logits again; a barrier of the cluster. */
+template <u32 W>
+KVK_DEV void wide_recount(struct wide_shared<W> &sh, const struct wide_row &row,
+			  const struct wide_cut &cut)
+{
+	const float lo = sample_logit(cut.lo);
+	u32 cuts = 0;
+	u64 mass = 0;
+	const auto take = [&](float v) {
+		const u32 key = sample_key(v);
+
+		if (!(v >= lo))
+			return;
+		cuts += key == cut.lo;
+		mass += key > cut.lo ? wide_mass(row, v) : 0;
+	};
+
+	wide_each<W>(row, [&](float4 v) {
+		take(v.x);
+		take(v.y);
+		take(v.z);
+		take(v.w);
+	});
+	mass = dev_warp_sum(mass);
+	cuts = dev_warp_sum(cuts);
+	if (threadIdx.x % 32 == 0) {
+		sh.part.warp_mass[threadIdx.x / 32] = mass;
+		sh.part.warp_cut[threadIdx.x / 32] = cuts;
+	}
+	wide_share();
+	wide_get_runs(sh, row, true);
 }
 
 #endif /* KVK_SAMPLE_CUT_CUH */

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * sample_wide.cu - next token of each row on Hopper: a cluster of up to eight CTAs per row. Logits
- * come from memory once and stay in shared memory; ids are those of sample.cu's kernel.
+ * come from memory once and stay in shared memory; of many long rows, each of which has a pair of
+ * SMs, two fifths stay in the L2 cache. Ids are those of sample.cu's kernel.
  *
  * A warp has a run of ids of its own, so that sums by warp are sums by id. Masses are whole numbers
  * (sample.cu), which may be added in any order. What the CTAs find they read out of each other's
@@ -9,15 +10,16 @@
  *
  *	1. largest logit
  *	2. sum of all masses, and how many logits lie in each of 1,024 bins that get less likely
- *	   by 3 % a bin. The counts tell in which few bins the logit most probably is at which
- *	   top-p cuts: the bracket
- *	3. the exact mass above the bracket and in it, which says whether the cut is there (if not,
- *	   everything is the bracket); each thread keeps a bit for each of its logits inside, and
- *	   their keys are listed
+ *	   by 1 % or so a bin, up to where all that is left cannot be what top-p leaves out. The
+ *	   counts tell in which few bins the logit most probably is at which top-p cuts: the
+ *	   bracket
+ *	3. the exact mass above the bracket, by warp, and in it, which says whether the cut is
+ *	   there (if not, everything is the bracket); the logits inside are listed with their ids
  *	4. the cut itself, by each CTA of all lists: the bracket's range of keys in 256 parts, the
  *	   part with the cut in 256 again, at most four times. More keys than threads: by all CTAs,
  *	   each of its own logits
- *	5. kept mass and logits at the cut of every warp: the draw's warp, and there its id
+ *	5. kept mass and logits at the cut of every warp, by each CTA of all lists as well: the
+ *	   draw's warp, and there its id
  *
  * What costs is instructions: 32 warps on an SM execute all of it, so what one warp or one lane can
  * do for all is done there.
@@ -29,10 +31,9 @@
 
 /* The CTA's part of the row to shared memory, and the best of it. *ret_bad: a NaN is there. */
 template <u32 W>
-KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared<W> &sh,
-		       const struct wide_row &row, float *mine, struct wide_best *ret)
+KVK_DEV void wide_load(struct wide_shared<W> &sh, struct wide_row &row,
+		       struct wide_best *ret)
 {
-	const float *src = p.s.a.logits + (size_t)(blockIdx.x / p.ctas) * row.vocab;
 	const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 	float top = -INFINITY;
 	u32 id = ~0u;
@@ -43,14 +44,16 @@ KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared<W> &sh,
 
 #pragma unroll
 		for (u32 k = 0; k < WIDE_ILP; k++)
-			v[k] = wide_fetch(p, row, src, first + k);
+			v[k] = wide_step(row, first + k,
+					 W == WIDE_BIG && first + k >= row.here);
 #pragma unroll
 		for (u32 k = 0; k < WIDE_ILP; k++) {
 			const u32 s = first + k, at = row.id + s * WIDE_STEP;
 
 			if (s >= row.steps)
 				break;
-			*(float4 *)(mine + s * WIDE_STEP) = v[k];
+			if (W < WIDE_BIG || s < row.here)
+				*(float4 *)(row.logits + s * WIDE_STEP) = v[k];
 			bad |= v[k].x != v[k].x || v[k].y != v[k].y || v[k].z != v[k].z ||
 			       v[k].w != v[k].w;
 			/* ids ascend; behind the row's end lies -INFINITY */
@@ -64,6 +67,7 @@ KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared<W> &sh,
 				top = v[k].w, id = at + 3;
 		}
 	}
+	row.top = top;
 	wide_warp_best(top, id);
 	if (lane == 0) {
 		sh.w32[0][warp] = top;
@@ -75,22 +79,46 @@ KVK_DEV void wide_load(const struct wide_params &p, struct wide_shared<W> &sh,
 	wide_warp_best(ret->top, ret->id);
 }
 
-/* What all CTAs found: row.max, its id, and whether the row has a NaN. */
+/* Mass of what is the largest in each thread, in parts of the CTA's largest; in warp 0. */
+template <u32 W>
+KVK_DEV float wide_some_mass(struct wide_shared<W> &sh, const struct wide_row &row,
+			     float top)
+{
+	const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+	const float e = row.top < top ? arch_exp2((row.top - top) * row.scale) : 1.0f;
+	const float sum = dev_warp_sum(e);
+
+	if (lane == 0)
+		sh.w32[1][warp] = sum;
+	__syncthreads();
+	return warp ? 0 : dev_warp_sum(lane < W ? sh.w32[1][lane] : 0.0f);
+}
+
+/* What all CTAs found: row.max, its id, whether the row has a NaN; row.some. */
 template <u32 W>
 KVK_DEV void wide_all_best(struct wide_shared<W> &sh, struct wide_row &row,
 			   struct wide_best *b)
 {
 	const u32 c = threadIdx.x % WIDE_CTAS;
+	const bool there = c < row.ctas;
+	float top;
 
 	if (threadIdx.x == 0)
 		sh.part.best = *b;
-	tile_cluster_sync();
-	b->id = c < row.ctas ? tile_cluster_get32(&sh.part.best.id, c) : ~0u;
-	row.max = c < row.ctas ? kvk_bits_f32(tile_cluster_get32(&sh.part.best.top, c))
-			       : -INFINITY;
+	wide_share();
+	b->id = there ? tile_cluster_get32(&sh.part.best.id, c) : ~0u;
+	top = there ? kvk_bits_f32(tile_cluster_get32(&sh.part.best.top, c)) : -INFINITY;
 	b->bad = __ballot_sync(~0u, wide_get_all32(&sh.part.best.bad, row.ctas));
+	row.max = top;
 	wide_warp_best(row.max, b->id);
 	b->id = b->id < row.vocab ? b->id : 0;
+	if (row.vocab < WIDE_LONG)
+		return;
+	row.some = kvk_bits_f32(wide_get_all32((const u32 *)&sh.part.best.sum, row.ctas));
+	row.some *= top < row.max ? arch_exp2((top - row.max) * row.scale) : 1.0f;
+#pragma unroll
+	for (int o = WIDE_CTAS / 2; o; o >>= 1)
+		row.some += __shfl_xor_sync(~0u, row.some, o);
 }
 
 /* Sum of exp(logit - max), always in the same order; thread 0's is whole. */
@@ -100,7 +128,7 @@ KVK_DEV double wide_exp_sum(struct wide_shared<W> &sh, const struct wide_row &ro
 	float sum = 0;
 	double all = 0;
 
-	wide_each(row, [&](float4 v, u32) {
+	wide_each<W>(row, [&](float4 v) {
 		sum += expf(v.x - row.max);
 		sum += expf(v.y - row.max);
 		sum += expf(v.z - row.max);
@@ -116,7 +144,7 @@ KVK_DEV double wide_exp_sum(struct wide_shared<W> &sh, const struct wide_row &ro
 			sum += sh.w32[1][w];
 		sh.part.sum = sum;
 	}
-	tile_cluster_sync();
+	wide_share();
 	for (u32 c = 0; c < row.ctas; c++)
 		all += (double)kvk_bits_f32(tile_cluster_get32(&sh.part.sum, c));
 	return all;
@@ -139,35 +167,27 @@ template <class T> KVK_DEV T wide_before(T v)
 }
 
 /*
- * sh.place: the run in which the draw's target lies. @cut.want 0: everything is kept, and nothing
- * is at the cut. All threads; 128 words of others at once, then one warp.
+ * sh.place: the run in which the draw's target lies, of what sh.all_mass and all_cut say. @cut.want
+ * 0: everything is kept, and nothing is at the cut.
  */
 template <u32 W>
-KVK_DEV void wide_find(struct wide_shared<W> &sh, const struct wide_row &row,
-		       const struct wide_cut &cut, u64 total, u64 one, u64 seed)
+KVK_DEV void wide_find(struct wide_shared<W> &sh, const struct wide_cut &cut, u64 total,
+		       u64 one, u64 seed)
 {
 	const u32 t = threadIdx.x;
 	u64 mass[4], nr = 0, own = 0, before;
 	u32 take[4], cuts = 0, at, over;
 
-	if (t < WIDE_RUNS) {
-		const bool there = t / W < row.ctas;
-
-		sh.all_mass[t] =
-			there ? tile_cluster_get64(&sh.part.warp_mass[t % W], t / W) : 0;
-		sh.all_cut[t] =
-			there ? tile_cluster_get32(&sh.part.warp_cut[t % W], t / W) : 0;
-	}
 	__syncthreads();
 	if (t < 32) {
 		for (u32 i = 0; i < 4; i++)
 			cuts += sh.all_cut[t * 4 + i];
 		at = wide_before(cuts);
 		nr = dev_warp_sum(cuts);
-		if (one && cut.want > cut.above)
-			nr = min(nr, (cut.want - cut.above + one - 1) / one);
-		else if (one)
+		if (one && cut.want <= cut.above)
 			nr = 1;
+		else if (one && nr > 1) /* seldom: a division of 64 bits is long */
+			nr = min(nr, (cut.want - cut.above + one - 1) / one);
 		if (cut.want)
 			total = cut.above + one * nr;
 		for (u32 i = 0; i < 4; i++) {
@@ -196,38 +216,44 @@ KVK_DEV void wide_find(struct wide_shared<W> &sh, const struct wide_row &row,
 }
 
 /* Mass above the cut and the number at the cut of four logits from @id on. */
-KVK_DEV u64 wide_four(const struct wide_row &row, const float *logits, u32 id, u32 cut,
-		      bool all, u64 (&mass)[4], bool (&at_cut)[4])
+KVK_DEV u64 wide_four(const struct wide_row &row, float4 four, u32 id, u32 cut, bool all,
+		      u64 (&mass)[4], bool (&at_cut)[4])
 {
+	const float v[4] = {four.x, four.y, four.z, four.w};
 	u64 sum = 0;
 
+#pragma unroll
 	for (u32 e = 0; e < 4; e++) {
-		const u32 key = sample_key(logits[e]);
+		const u32 key = sample_key(v[e]);
 
 		at_cut[e] = !all && id + e < row.vocab && key == cut;
-		mass[e] = id + e < row.vocab && (all || key > cut)
-				  ? wide_mass(row, logits[e])
-				  : 0;
+		mass[e] = id + e < row.vocab && (all || key > cut) ? wide_mass(row, v[e])
+								   : 0;
 		sum += mass[e];
 	}
 	return sum;
 }
 
-/* The id, by the CTA that has the run: a warp for each of its steps. @run: its first logit */
+/* The id, by the CTA that has the run: a warp for each of its steps. @src: the row */
 template <u32 W>
 KVK_DEV u32 wide_walk(struct wide_shared<W> &sh, const struct wide_row &row,
-		      struct wide_place at, const float *run, u32 id0, u32 cut, u64 one,
-		      bool all)
+		      struct wide_place at, const float *slice, const float *src, u32 cut,
+		      u64 one, bool all)
 {
 	const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+	const u32 id0 = at.run * row.steps * WIDE_STEP;
 	const u32 id = id0 + warp * WIDE_STEP + lane * 4;
+	const u32 near = (at.run % W * row.here + warp) * WIDE_STEP + lane * 4;
 	u64 mass[4], sum = 0, target = at.target;
 	bool at_cut[4] = {};
 	u32 cuts = 0, quota = at.quota, s = 0;
 
 	if (warp < row.steps) {
-		sum = wide_four(row, run + warp * WIDE_STEP + lane * 4, id, cut, all,
-				mass, at_cut);
+		const float4 four = W < WIDE_BIG || warp < row.here
+					    ? *(const float4 *)(slice + near)
+					    : wide_fetch(row, src + id, id, true);
+
+		sum = wide_four(row, four, id, cut, all, mass, at_cut);
 		for (u32 e = 0; e < 4; e++)
 			cuts += at_cut[e];
 		const u64 step_mass = dev_warp_sum(sum);
@@ -273,16 +299,18 @@ KVK_DEV u32 wide_walk(struct wide_shared<W> &sh, const struct wide_row &row,
 	return sh.chosen;
 }
 
-/* Finds cut and draw. Return: the id, in the CTA that has it; ~0u. Behind tile_cluster_arrive(). */
+/* Finds cut and draw. Return: the id, in the CTA that has it; ~0u. Behind sample_cluster_arrive(). */
 template <u32 W>
-KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, struct wide_row &row, float top_p,
-		      u64 seed, const float *slice)
+KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, const struct wide_row &row, float top_p,
+		      u64 seed, const float *slice, const float *src)
 {
-	const u32 run = row.steps * WIDE_STEP, rank = blockIdx.x % row.ctas;
+	const u32 rank = blockIdx.x % row.ctas;
 	const bool all = !(top_p < 1.0f);
 	struct wide_cut cut = {};
-	u64 total = wide_total(sh, row, !all), one = 0, mass = 0;
-	u32 first, last, cuts = 0;
+	struct wide_entries<W> mine = {
+	};
+	u64 total = wide_total(sh, row, top_p), one = 0;
+	u32 first, last;
 
 	if (!all) {
 		cut.want = (u64)ceil((double)top_p * (double)total);
@@ -291,34 +319,28 @@ KVK_DEV u32 wide_draw(struct wide_shared<W> &sh, struct wide_row &row, float top
 		last = sh.last;
 #pragma unroll 1
 		while (!wide_enter(sh, row, cut, first, last) && (first || ~last)) {
-			tile_cluster_sync(); /* the first try's words have been read */
+			wide_share(); /* the first try's words have been read */
 			first = 0;
 			last = ~0u; /* everything */
 		}
-		if (!wide_narrow_list(sh, row, cut))
+	}
+	wide_get_runs(sh, row, false);
+	if (!all) {
+		const bool listed = wide_narrow_list(sh, row, cut, mine);
+
+		if (!listed)
 			wide_narrow(sh, row, cut);
 		one = wide_mass(row, sample_logit(cut.lo));
-		wide_some(row, row.inside, [&](float v) {
-			const u32 key = sample_key(v);
-
-			mass += key > cut.lo ? wide_mass(row, v) : 0;
-			cuts += key == cut.lo;
-		});
-		mass = dev_warp_sum(mass);
-		cuts = dev_warp_sum(cuts);
+		if (listed)
+			wide_add_listed(sh, row, cut, mine);
+		else
+			wide_recount(sh, row, cut);
 	}
-	if (threadIdx.x % 32 == 0) {
-		if (!all)
-			sh.part.warp_mass[threadIdx.x / 32] += mass;
-		sh.part.warp_cut[threadIdx.x / 32] = cuts;
-	}
-	tile_cluster_sync();
-	wide_find(sh, row, cut, total, one, seed);
-	tile_cluster_arrive();
+	wide_find(sh, cut, total, one, seed);
+	sample_cluster_arrive();
 	if (sh.place.run / W != rank)
 		return ~0u;
-	return wide_walk(sh, row, sh.place, slice + sh.place.run % W * run,
-			 sh.place.run * run, cut.lo, one, all);
+	return wide_walk(sh, row, sh.place, slice, src, cut.lo, one, all);
 }
 
 /* ---------------------------------------------------------------------------------- greedy rows */
@@ -331,7 +353,7 @@ KVK_DEV float wide_cta_sum(struct wide_shared<W> &sh, const struct wide_row &row
 	float sum = 0;
 
 	/* where nothing is finite there is nothing to add */
-	wide_each(row, [&](float4 v, u32) {
+	wide_each<W>(row, [&](float4 v) {
 		sum += expf(v.x - top);
 		sum += expf(v.y - top);
 		sum += expf(v.z - top);
@@ -346,7 +368,7 @@ KVK_DEV float wide_cta_sum(struct wide_shared<W> &sh, const struct wide_row &row
 
 /*
  * The largest logit's id, in one exchange: each CTA puts what it found into the first one's shared
- * memory and leaves. Behind tile_cluster_arrive() of all threads.
+ * memory and leaves. Behind sample_cluster_arrive() of all threads.
  */
 template <u32 W>
 KVK_DEV void wide_greedy(const struct wide_params &p, struct wide_shared<W> &sh,
@@ -360,11 +382,14 @@ KVK_DEV void wide_greedy(const struct wide_params &p, struct wide_shared<W> &sh,
 	if (a.ret_logprob && b.top > -INFINITY)
 		b.sum = wide_cta_sum(sh, row, b.top);
 	tile_cluster_wait(); /* the first CTA has begun */
-	if (threadIdx.x == 0)
+	if (threadIdx.x == 0) {
 		tile_cluster_put(&sh.best[rank], 0,
 				 make_uint4(kvk_f32_bits(b.top), b.id, b.bad,
 					    kvk_f32_bits(b.sum)));
-	tile_cluster_arrive();
+		sample_cluster_fence();
+	}
+	__syncwarp();
+	sample_cluster_arrive();
 	if (rank)
 		return;
 	tile_cluster_wait();
@@ -390,6 +415,24 @@ KVK_DEV void wide_greedy(const struct wide_params &p, struct wide_shared<W> &sh,
 
 /* ------------------------------------------------------------------------------------ kernel */
 
+/* What this thread has of which row; the row itself may not be there yet. */
+template <u32 W>
+KVK_DEV struct wide_row wide_row_make(const struct wide_params &p, float *slice)
+{
+	const u32 warp = threadIdx.x / 32, at = threadIdx.x % 32 * 4;
+	struct wide_row row = {};
+
+	row.vocab = p.s.a.vocab;
+	row.ctas = p.ctas;
+	row.steps = p.steps;
+	row.here = p.here;
+	row.vec = p.s.vec;
+	row.logits = slice + warp * p.here * WIDE_STEP + at;
+	row.id = (blockIdx.x % p.ctas * W + warp) * p.steps * WIDE_STEP + at;
+	row.far = p.s.a.logits + (size_t)(blockIdx.x / p.ctas) * row.vocab + row.id;
+	return row;
+}
+
 template <u32 W>
 __global__ void __launch_bounds__(W * 32, 32 / W)
 	sample_wide_kernel(const __grid_constant__ struct wide_params p)
@@ -398,35 +441,34 @@ __global__ void __launch_bounds__(W * 32, 32 / W)
 	struct wide_shared<W> &sh = *(struct wide_shared<W> *)wide_smem;
 	float *slice = (float *)(wide_smem + sizeof(struct wide_shared<W>));
 	const struct kvk_sample_args &a = p.s.a;
-	const u32 r = blockIdx.x / p.ctas, run = p.steps * WIDE_STEP;
-	const u32 warp = threadIdx.x / 32, mine = warp * run + threadIdx.x % 32 * 4;
-	struct wide_row row = {};
+	const u32 r = blockIdx.x / p.ctas;
+	const float *src = a.logits + (size_t)r * a.vocab;
+	struct wide_row row = wide_row_make<W>(p, slice);
 	struct wide_best best = {};
 	bool mine_to_tell = blockIdx.x % p.ctas == 0, draws = false;
 	float top_p;
-	double sum;
+	double sum = 0;
 	u32 id;
 
-	tile_cluster_arrive();
+	sample_cluster_arrive();
 	ptx_grid_launch();
 	ptx_grid_wait();
-	row.vocab = a.vocab;
-	row.ctas = p.ctas;
-	row.steps = p.steps;
-	row.logits = slice + mine;
-	row.id = blockIdx.x % p.ctas * W * run + mine;
 	row.temperature = a.temperature[r];
 	top_p = a.top_p[r];
-	wide_load(p, sh, row, slice + mine, &best);
+	wide_load(sh, row, &best);
 	if (!(row.temperature > 0 && top_p > 0)) {
 		wide_greedy(p, sh, row, best);
 		return;
 	}
+	row.scale = sample_scale(row.temperature);
+	if (row.vocab >= WIDE_LONG)
+		best.sum = wide_some_mass(sh, row, best.top);
 	tile_cluster_wait();
 	wide_all_best(sh, row, &best);
 	row.unit = (float)(1ull << p.s.mass_bits);
-	row.scale = sample_scale(row.temperature);
-	row.fine = WIDE_FINE / row.temperature;
+	row.small = (float)(1u << 23) / row.unit;
+	row.shift = p.s.mass_bits - 22;
+	wide_bins(row, top_p);
 	id = best.id;
 	/* an infinite maximum leaves nothing to draw from */
 	if (best.bad && !(p.s.off & SAMPLE_NO_NAN)) {
@@ -435,24 +477,22 @@ __global__ void __launch_bounds__(W * 32, 32 / W)
 		draws = true;
 	}
 	if (draws) {
-		id = wide_draw(sh, row, top_p, a.seeds[r], slice);
+		id = wide_draw(sh, row, top_p, a.seeds[r], slice, src);
 		mine_to_tell = id != ~0u;
 	} else {
-		tile_cluster_arrive();
+		sample_cluster_arrive();
 	}
 	if (a.ret_logprob) {
 		tile_cluster_wait(); /* sh.w32 and the words before have been read */
 		sum = wide_exp_sum(sh, row);
-		tile_cluster_arrive();
+		sample_cluster_arrive();
 	}
 	if (threadIdx.x == 0 && mine_to_tell) {
 		a.ret_ids[r] = id;
 		if (a.ret_logprob)
-			a.ret_logprob[r] =
-				best.bad ? kvk_bits_f32(0x7fc00000u)
-					 : (float)((double)a.logits[(size_t)r * a.vocab +
-								    id] -
-						   (double)row.max - log(sum));
+			a.ret_logprob[r] = best.bad ? kvk_bits_f32(0x7fc00000u)
+						    : (float)((double)src[id] -
+							      (double)row.max - log(sum));
 	}
 	tile_cluster_wait(); /* nobody leaves while its memory is read */
 }
@@ -470,7 +510,7 @@ template <u32 W> static int wide_launch(const struct wide_params &p, kvk_stream 
 	cfg.gridDim = dim3(p.s.a.nr_rows * p.ctas);
 	cfg.blockDim = dim3(W * 32);
 	cfg.dynamicSmemBytes =
-		sizeof(struct wide_shared<W>) + (size_t)p.steps * W * WIDE_STEP * 4;
+		sizeof(struct wide_shared<W>) + (size_t)p.here * W * WIDE_STEP * 4;
 	cfg.stream = (cudaStream_t)stream;
 	cfg.attrs = attr;
 	cfg.numAttrs = 2;
@@ -491,8 +531,9 @@ static u32 wide_steps(u32 vocab, u32 warps)
 
 int kvk_sample_wide(const struct sample_params *s, kvk_stream stream)
 {
-	struct wide_params p = {*s, 1, 0};
+	struct wide_params p = {*s, 1, 0, 0};
 	int dev, major;
+	u32 big;
 
 	if (cudaGetDevice(&dev) != cudaSuccess ||
 	    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, dev) !=
@@ -503,14 +544,16 @@ int kvk_sample_wide(const struct sample_params *s, kvk_stream stream)
 				      (s->a.vocab > p.ctas * WIDE_FEW &&
 				       s->a.nr_rows * p.ctas * 2 <= WIDE_AT_ONCE)))
 		p.ctas *= 2;
-	p.steps = wide_steps(s->a.vocab, p.ctas * 16);
+	p.steps = p.here = wide_steps(s->a.vocab, p.ctas * 16);
+	big = wide_steps(s->a.vocab, 2 * 32);
 	if (major != 9 || p.steps > WIDE_STEPS || s->a.nr_rows > INT32_MAX / WIDE_CTAS)
 		return -ENOSPC;
-	/* many long rows: clusters of four whole SMs, of which more find room at once */
+	/* many long rows: pairs of whole SMs, all of which find room at once */
 	if (s->a.nr_rows * p.ctas <= WIDE_AT_ONCE || p.ctas < WIDE_CTAS ||
-	    wide_steps(s->a.vocab, 4 * 32) > WIDE_BIG_STEPS)
+	    big > WIDE_BIG_STEPS)
 		return wide_launch<16>(p, stream);
-	p.ctas = 4;
-	p.steps = wide_steps(s->a.vocab, 4 * 32);
+	p.ctas = 2;
+	p.steps = big;
+	p.here = big <= WIDE_BIG_HERE ? big : WIDE_BIG_PART;
 	return wide_launch<32>(p, stream);
 }

@@ -7,29 +7,35 @@
 #define KVK_SAMPLE_WIDE_CUH
 
 #include "kernels/sample.cuh"
-#include "kernels/tile_ptx.cuh"
+#include "kernels/sample_ptx.cuh"
 
 #define WIDE_STEP      128u /* logits a warp takes at once */
-#define WIDE_STEPS     16u  /* 64 logits of a thread: a bit each */
-#define WIDE_BIG_STEPS 13u  /* what fits an SM's memory with 32 warps */
+#define WIDE_STEPS     16u  /* of a CTA with 16 warps */
+#define WIDE_CHUNK     8u   /* steps whose logits in a thread have a bit each */
+#define WIDE_BIG       32u  /* warps of a CTA that shares a row with one other */
+#define WIDE_BIG_STEPS 32u  /* of such a one */
+#define WIDE_BIG_HERE  13u  /* what fits an SM's memory with them */
+#define WIDE_BIG_PART  12u  /* of more, what lies there: whole fours */
 #define WIDE_ILP       5u   /* steps on their way at once */
 #define WIDE_CTAS      8u
 #define WIDE_RUNS      128u   /* warps of a cluster */
 #define WIDE_FEW       4096u  /* logits that are worth a CTA */
 #define WIDE_MOST      20480u /* logits of a CTA: two CTAs on an SM */
 #define WIDE_AT_ONCE   216u /* CTAs: two an SM, where their clusters find room in a GPC */
-#define WIDE_BINS      1024u
-#define WIDE_FINE      32.0f	      /* bins of a factor e */
-#define WIDE_LEAST     -3.4028235e38f /* the least number */
-#define WIDE_PARTS     256u
-#define WIDE_ROUNDS    4u
-#define WIDE_LIST      512u	/* logits of a CTA in the bracket that are listed */
-#define WIDE_MEAN      0.98454f /* a bin's mean mass of its largest: 32 (1 - e^(-1/32)) */
-#define WIDE_VAR \
-	8.14e-5f /* 1 / (12 * 32^2): of the masses in a bin, of their mean squared */
-#define WIDE_SLACK 0.0005f /* of a sum: more than float sums are wrong by */
+#define WIDE_LONG \
+	65536u /* logits of a row from which on finer bins are worth their words */
+#define WIDE_BINS     1024u
+#define WIDE_NATS     32.0f	     /* that all bins may span, in factors e */
+#define WIDE_LEAST    -3.4028235e38f /* the least number */
+#define WIDE_PARTS    256u
+#define WIDE_ROUNDS   4u
+#define WIDE_FEW_LEFT 32u     /* keys among which a warp finds the cut */
+#define WIDE_LIST     512u    /* logits of a CTA in the bracket that are listed */
+#define WIDE_LISTED   1024u   /* of a row */
+#define WIDE_SLACK    0.0005f /* of a sum: more than float sums are wrong by */
 
-/* The largest logit of a CTA's part, its smallest id; NaN; sum of exp(logit - top). */
+/* The largest logit of a CTA's part, its smallest id; NaN; sum of exp(logit - top), where there
+ * is a draw of each thread's largest one's alone. */
 struct __align__(16) wide_best
 {
 	float top;
@@ -47,9 +53,9 @@ template <u32 W> struct wide_part {
 	u64 inside;
 	u64 warp_mass[W]; /* above the cut */
 	u32 warp_cut[W];  /* logits at the cut */
-	u32 count[WIDE_BINS];
+	alignas(8) u32 count[WIDE_BINS];
 	u32 listed;
-	u32 list[WIDE_LIST]; /* keys in the bracket, in any order */
+	u64 list[WIDE_LIST]; /* keys in the bracket above their ids, in any order */
 	u64 mass[2]
 		[WIDE_PARTS]; /* of a round and of the next: two are enough between barriers */
 };
@@ -76,29 +82,41 @@ template <u32 W> struct __align__(16) wide_shared
 	u32 last;
 	u32 chosen;
 	u64 above;
-	u64 step_mass[WIDE_STEPS];
-	u32 step_cut[WIDE_STEPS];
+	u32 nr_left[2]; /* of keys in the part with the cut, of a round and of the next */
+	u32 left_key[WIDE_FEW_LEFT];
+	u64 left_mass[WIDE_FEW_LEFT];
+	u64 step_mass[W];
+	u32 step_cut[W];
 };
 
 struct wide_params {
 	struct sample_params s;
 	u32 ctas;
-	u32 steps; /* of a warp */
+	u32 steps; /* of a warp, no more than a CTA has warps */
+	u32 here; /* of them, the first ones that are kept in shared memory; all, or whole fours */
 };
 
-/* A row as a thread sees it; the same in all threads but for the last three. */
+/* A row as a thread sees it; the same in all threads but for the last four. */
 struct wide_row {
 	u32 vocab;
 	u32 ctas;
 	u32 steps;
+	u32 here; /* steps in shared memory */
+	u32 vec;
 	float max;
 	float temperature;
 	float unit;
-	float scale;	     /* sample_scale() */
-	float fine;	     /* bins of a difference to the largest */
-	const float *logits; /* this lane's four of the warp's first 128 */
-	u32 id;		     /* of the first of them */
-	u64 inside;	     /* bit 4 s + e: logit e of step s is in the bracket */
+	float small;	  /* bits of wide_acc.low: 2^23 units */
+	u32 shift;	  /* of wide_acc.high in units */
+	float scale;	  /* sample_scale() */
+	float some;	  /* mass that is there, in parts of the largest one's */
+	float nats;	  /* of a bin: its masses fall by exp(nats) */
+	float bin;	  /* the same as a difference of logits */
+	float fine;	  /* 1 / bin */
+	float *logits;	  /* this lane's four of the warp's first 128, shared memory */
+	const float *far; /* the same in the row */
+	u32 id;		  /* of the first of them */
+	float top;	  /* the largest that this thread has */
 };
 
 /* Where the cut is known to be: keys lo .. hi; @above: mass of larger ones. */
@@ -110,6 +128,18 @@ struct wide_cut {
 };
 
 /* ------------------------------------------------------------------------- other CTAs' words */
+
+/* What the CTA's threads have stored is there for all of the cluster. By one fence: a release by
+ * each thread is a MEMBAR.GPU in every warp. */
+KVK_DEV void wide_share(void)
+{
+	__syncthreads();
+	if (threadIdx.x == 0)
+		sample_cluster_fence();
+	__syncwarp();
+	sample_cluster_arrive();
+	tile_cluster_wait();
+}
 
 /* Every CTA's word in lanes 0 to 7, and in each eight behind; 0 where there is no CTA. */
 KVK_DEV u32 wide_get_all32(const u32 *p, u32 ctas)
@@ -168,21 +198,28 @@ static __device__ __attribute__((noinline)) float4 wide_fetch_odd(const float *s
 
 #pragma unroll
 	for (u32 e = 0; e < 4; e++)
-		v[e] = at + e < vocab ? src[at + e] : -INFINITY;
+		v[e] = at + e < vocab ? src[e] : -INFINITY;
 	return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-/* Four logits of step @s; -INFINITY behind the row. */
-KVK_DEV float4 wide_fetch(const struct wide_params &p, const struct wide_row &row,
-			  const float *src, u32 s)
+/* Four logits of the row, from @src on, which have ids from @at on; -INFINITY behind the row.
+ * @again: they will be read again, from the L2 cache */
+KVK_DEV float4 wide_fetch(const struct wide_row &row, const float *src, u32 at,
+			  bool again)
 {
-	const u32 at = row.id + s * WIDE_STEP;
-
-	if (s >= row.steps || at >= row.vocab)
+	if (at >= row.vocab)
 		return make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-	if (p.s.vec)
-		return __ldcs((const float4 *)(src + at));
-	return wide_fetch_odd(src, at, row.vocab);
+	if (!row.vec)
+		return wide_fetch_odd(src, at, row.vocab);
+	return again ? __ldcg((const float4 *)src) : __ldcs((const float4 *)src);
+}
+
+/* This thread's logits of step @s out of the row; @again: as wide_fetch() */
+KVK_DEV float4 wide_step(const struct wide_row &row, u32 s, bool again)
+{
+	if (s >= row.steps)
+		return make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+	return wide_fetch(row, row.far + s * WIDE_STEP, row.id + s * WIDE_STEP, again);
 }
 
 /* The best of a warp's lanes, in all of them. */
@@ -196,28 +233,85 @@ KVK_DEV void wide_warp_best(float &top, u32 &id)
 	}
 }
 
-/* f(four logits, step) for this thread's steps: -INFINITY behind the row, which has no mass */
-template <class F> KVK_DEV void wide_each(const struct wide_row &row, F f)
+/* Four steps from @first on: all of them under way at once. -INFINITY behind the row. Of a pair
+ * (W is 32) whole fours are in shared memory or in L2. */
+template <u32 W>
+KVK_DEV void wide_four_steps(const struct wide_row &row, u32 first, float4 (&v)[4])
 {
-#pragma unroll 2
-	for (u32 s = 0; s < row.steps; s++)
-		f(*(const float4 *)(row.logits + s * WIDE_STEP), s);
+	if (W < WIDE_BIG || first < row.here) {
+#pragma unroll
+		for (u32 k = 0; k < 4; k++)
+			v[k] = first + k < row.steps
+				       ? *(const float4 *)(row.logits +
+							   (first + k) * WIDE_STEP)
+				       : make_float4(-INFINITY, -INFINITY, -INFINITY,
+						     -INFINITY);
+	} else {
+#pragma unroll
+		for (u32 k = 0; k < 4; k++)
+			v[k] = wide_step(row, first + k, true);
+	}
 }
 
-/* f(logit) for those of @bits */
-template <class F> KVK_DEV void wide_some(const struct wide_row &row, u64 bits, F f)
+/*
+ * f(four logits) for this thread's steps: -INFINITY behind the row, which has no mass. A pair's
+ * warps of a scheduler start at different steps: while one waits for L2 another has what is here.
+ */
+template <u32 W, class F> KVK_DEV void wide_each(const struct wide_row &row, F f)
 {
-#pragma unroll 1
-	for (; bits; bits &= bits - 1) {
-		const u32 bit = (u32)__ffsll((long long)bits) - 1;
+	if constexpr (W < WIDE_BIG) {
+#pragma unroll 2
+		for (u32 s = 0; s < row.steps; s++)
+			f(*(const float4 *)(row.logits + s * WIDE_STEP));
+	} else {
+		const u32 nr = (row.steps + 3) / 4;
+		u32 at = threadIdx.x / 128 % nr * 4;
 
-		f(row.logits[bit / 4 * WIDE_STEP + bit % 4]);
+#pragma unroll 1
+		for (u32 i = 0; i < nr; i++) {
+			float4 v[4];
+
+			wide_four_steps<W>(row, at, v);
+#pragma unroll
+			for (u32 k = 0; k < 4; k++)
+				if (at + k < row.steps)
+					f(v[k]);
+			at = at + 4 < row.steps ? at + 4 : 0;
+		}
 	}
 }
 
 KVK_DEV u64 wide_mass(const struct wide_row &row, float logit)
 {
 	return sample_mass(logit, row.max, row.scale, row.unit);
+}
+
+/*
+ * struct wide_acc - a sum of masses by additions, which leave whole numbers in the lower bits of what
+ * they give: conversions to 64 bits take turns with the exponentials, 16 clocks a warp. Of up to
+ * 128 logits.
+ */
+struct wide_acc {
+	u32 high; /* of 2 + e: 2^22 e without its fraction */
+	u32 low;  /* of small + the rest: units, without their fraction */
+};
+
+/* @e: a logit's mass before it is a whole number, at most 1 */
+KVK_DEV void wide_acc_add(struct wide_acc &acc, const struct wide_row &row, float e)
+{
+	const float high = __fadd_rz(e, 2.0f);
+	const float rest = e + (2.0f - high); /* exact, and less than row.small */
+
+	acc.high += kvk_f32_bits(high);
+	acc.low += kvk_f32_bits(__fadd_rz(rest, row.small));
+}
+
+/* The sum in units. @nr: how many were added */
+KVK_DEV u64 wide_acc_sum(const struct wide_acc &acc, const struct wide_row &row, u32 nr)
+{
+	const u64 high = acc.high - nr * kvk_f32_bits(2.0f);
+
+	return (high << row.shift) + (acc.low - nr * kvk_f32_bits(row.small));
 }
 
 /* By an addition that leaves whole numbers: conversions take turns with the exponentials. */

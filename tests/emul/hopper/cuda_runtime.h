@@ -380,6 +380,7 @@ static inline float __fdiv_rn(float a, float b)
 
 #define __expf(x)	 expf(x)
 #define __log2f(x)	 log2f(x)
+#define __logf(x)	 logf(x)
 #define __fdividef(a, b) ((a) / (b))
 
 /* ------------------------------------------------------------------------------- runtime

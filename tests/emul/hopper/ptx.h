@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * ptx.h - the instructions that the kernels are made of, for the CPU. Included before each
- * kernel file in place of arch.cuh, moe_ptx.cuh, moe_step_ptx.cuh, tile_ptx.cuh, wgmma.cuh and moe_wgmma.cuh, whose
+ * kernel file in place of arch.cuh, moe_ptx.cuh, moe_step_ptx.cuh, tile_ptx.cuh, sample_ptx.cuh, wgmma.cuh and moe_wgmma.cuh, whose
  * guards it takes.
  *
  * An mbarrier is its eight bytes in shared memory. A bulk copy completes at some later time,
@@ -14,6 +14,7 @@
 #define KVK_MOE_PTX_CUH
 #define KVK_MOE_STEP_PTX_CUH
 #define KVK_TILE_PTX_CUH
+#define KVK_SAMPLE_PTX_CUH
 #define KVK_WGMMA_CUH
 #define KVK_MOE_WGMMA_CUH
 
@@ -220,6 +221,15 @@ static inline void tile_cluster_leave(void)
 static inline void tile_cluster_arrive(void)
 {
 	hopper_cluster_arrive();
+}
+
+static inline void sample_cluster_arrive(void)
+{
+	hopper_cluster_arrive();
+}
+
+static inline void sample_cluster_fence(void)
+{
 }
 
 static inline void tile_cluster_wait(void)
