@@ -29,51 +29,70 @@
 
 /* ------------------------------------------------------------------------ 1. load; the largest */
 
-/* The CTA's part of the row to shared memory, and the best of it. *ret_bad: a NaN is there. */
+/* The best of a thread's logits so far, its smallest id; NaN. */
+struct wide_seen {
+	float top;
+	u32 id;
+	int bad;
+};
+
+/* N steps from @first on, all on their way at once, to shared memory, and the best of them. */
+template <u32 W, u32 N>
+KVK_DEV void wide_load_steps(const struct wide_row &row, u32 first,
+			     struct wide_seen &seen)
+{
+	float4 v[N];
+
+#pragma unroll
+	for (u32 k = 0; k < N; k++)
+		v[k] = wide_step(row, first + k, W == WIDE_BIG && first + k >= row.here);
+#pragma unroll
+	for (u32 k = 0; k < N; k++) {
+		const u32 s = first + k, at = row.id + s * WIDE_STEP;
+
+		if (s >= row.steps)
+			break;
+		if (W < WIDE_BIG || s < row.here)
+			*(float4 *)(row.logits + s * WIDE_STEP) = v[k];
+		seen.bad |= v[k].x != v[k].x || v[k].y != v[k].y || v[k].z != v[k].z ||
+			    v[k].w != v[k].w;
+		/* ids ascend; behind the row's end lies -INFINITY */
+		if (v[k].x > seen.top)
+			seen.top = v[k].x, seen.id = at;
+		if (v[k].y > seen.top)
+			seen.top = v[k].y, seen.id = at + 1;
+		if (v[k].z > seen.top)
+			seen.top = v[k].z, seen.id = at + 2;
+		if (v[k].w > seen.top)
+			seen.top = v[k].w, seen.id = at + 3;
+	}
+}
+
+/* The CTA's part of the row to shared memory, and the best of it. ret->bad: a NaN is there. */
 template <u32 W>
 KVK_DEV void wide_load(struct wide_shared<W> &sh, struct wide_row &row,
 		       struct wide_best *ret)
 {
 	const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-	float top = -INFINITY;
-	u32 id = ~0u;
-	int bad = 0;
+	struct wide_seen seen = {-INFINITY, ~0u, 0};
 
-	for (u32 first = 0; first < row.steps; first += WIDE_ILP) {
-		float4 v[WIDE_ILP];
+	if (W < WIDE_BIG && row.steps > WIDE_ILP)
+		for (u32 first = 0; first < row.steps; first += 2 * WIDE_ILP)
+			wide_load_steps<W, 2 * WIDE_ILP>(row, first, seen);
+	else
+		for (u32 first = 0; first < row.steps; first += WIDE_ILP)
+			wide_load_steps<W, WIDE_ILP>(row, first, seen);
 
-#pragma unroll
-		for (u32 k = 0; k < WIDE_ILP; k++)
-			v[k] = wide_step(row, first + k,
-					 W == WIDE_BIG && first + k >= row.here);
-#pragma unroll
-		for (u32 k = 0; k < WIDE_ILP; k++) {
-			const u32 s = first + k, at = row.id + s * WIDE_STEP;
+	float top = seen.top;
+	u32 id = seen.id;
 
-			if (s >= row.steps)
-				break;
-			if (W < WIDE_BIG || s < row.here)
-				*(float4 *)(row.logits + s * WIDE_STEP) = v[k];
-			bad |= v[k].x != v[k].x || v[k].y != v[k].y || v[k].z != v[k].z ||
-			       v[k].w != v[k].w;
-			/* ids ascend; behind the row's end lies -INFINITY */
-			if (v[k].x > top)
-				top = v[k].x, id = at;
-			if (v[k].y > top)
-				top = v[k].y, id = at + 1;
-			if (v[k].z > top)
-				top = v[k].z, id = at + 2;
-			if (v[k].w > top)
-				top = v[k].w, id = at + 3;
-		}
-	}
 	row.top = top;
 	wide_warp_best(top, id);
 	if (lane == 0) {
 		sh.w32[0][warp] = top;
 		sh.wid[warp] = id;
 	}
-	ret->bad = __syncthreads_or(bad) != 0;
+	ret->bad = __syncthreads_or(seen.bad) != 0;
 	ret->top = lane < W ? sh.w32[0][lane] : -INFINITY;
 	ret->id = lane < W ? sh.wid[lane] : ~0u;
 	wide_warp_best(ret->top, ret->id);
