@@ -85,6 +85,16 @@ KVK_DEV uint32_t begin(const struct attn_params &p, uint32_t touched, uint64_t s
 	uint32_t early = min(p.flight, (uint32_t)C::STAGES - (C::ES == 1));
 
 	early = state == PLAN_OK ? min(min(early, PLAN_FIRST), nr) : 0;
+	plan_seg_first(touched, &sm->segs[0].s);
+	if (lane == 0) {
+		sm->segs[0].nr_pieces = state == PLAN_OK ? nr : 0;
+		sm->segs[0].ok = state != PLAN_FAILED;
+		sm->segs[0].poisoned = state == PLAN_POISONED;
+		sm->count = count;
+	}
+	__syncwarp();
+	if (lane == 0) /* first: queries should not come behind pages */
+		sts_release(&sm->segs_in, 1);
 	if (early)
 		grid_wait();
 	if (lane < early) {
@@ -92,17 +102,9 @@ KVK_DEV uint32_t begin(const struct attn_params &p, uint32_t touched, uint64_t s
 		bulk_load(sm->ring[lane], page, bytes, &sm->full[lane],
 			  policy_evict_first());
 	}
-	plan_seg_first(touched, &sm->segs[0].s);
-	if (lane == 0) {
-		sm->segs[0].nr_pieces = state == PLAN_OK ? nr : 0;
-		sm->segs[0].ok = state != PLAN_FAILED;
-		sm->segs[0].poisoned = state == PLAN_POISONED;
-		sm->count = count;
-		sm->issued = early;
-	}
 	__syncwarp();
 	if (lane == 0)
-		sts_release(&sm->segs_in, 1);
+		sts_release(&sm->issued, early);
 	return early;
 }
 
