@@ -322,8 +322,9 @@ __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 	attn_mla_reg_kernel(const __grid_constant__ struct reg_params p)
 {
 	extern __shared__ __align__(1024) uint8_t smem_raw[];
-	/* a constant, so that addresses and descriptors are; of a pair but for the high bits */
-	const uint32_t base = PAIR ? pair_base(REG_AT) : REG_AT;
+	/* a constant but for the high bits, so that descriptors are; without pairs they are 0, but
+	 * the compiler then folds so much that the loop over pages takes 160 instructions more */
+	const uint32_t base = pair_base(REG_AT);
 	struct reg_smem *sm = (struct reg_smem *)__cvta_shared_to_generic(base);
 	uint32_t touched = 0;
 
