@@ -49,8 +49,8 @@ one() { # TOOL PROGRAM CASES LABEL
 }
 
 # A process a case where one for all would take minutes: moe_cuda always (its references are
-# large), and racecheck, which is slow, and slower with each hazard. Of two programs racecheck
-# sees the cases that have every kernel in them.
+# large), and racecheck, which is slow, and slower with each hazard. Of three programs racecheck
+# sees the cases that have every kernel in them, or every way of merging parts of MLA.
 check() { # TOOL PROGRAM
 	name=${2##*/}
 	case $1-$name in
@@ -58,6 +58,7 @@ check() { # TOOL PROGRAM
 		one "$1" "$2" 'shared_* failed_*' "$name"
 		one "$1" "$2" 'mla_fast_*' "$name-fast"
 		;;
+	racecheck-attn_split_cuda) one "$1" "$2" '*_merge_in_place' "$name" ;;
 	racecheck-prefill_cuda | *-moe_cuda)
 		cases=$("$2" -l)
 		[ "$name" != prefill_cuda ] ||

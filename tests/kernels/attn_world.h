@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * attn_world.h - one case of attention on both sides: a pool of pages, queries, the host's
- * answer and the GPU's. Included by attn_cuda.c and attn_bf16_cuda.c.
+ * answer and the GPU's. Included by attn_cuda.c,
+ * attn_split_cuda.c and attn_bf16_cuda.c.
  */
 #ifndef TESTS_KERNELS_ATTN_WORLD_H
 #define TESTS_KERNELS_ATTN_WORLD_H
@@ -13,7 +14,6 @@
 #include "kernels/attn_cuda.h"
 #include "kernels/fp8.h"
 
-#define NR_REQ_MAX    16u
 #define CUDA_OK(expr) KVT_EXPECT_EQ((int)(expr), 0)
 
 /* One case: a pool on both sides, queries, outputs. */
