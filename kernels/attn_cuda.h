@@ -34,14 +34,14 @@ size_t kvk_attn_workspace_cuda(const struct kvk_attn_args *a);
 int kvk_attn_any_cuda(const struct kvk_attn_args *a, kvk_stream stream);
 
 /* Bench only: stream the pages through the same ring and do no arithmetic. */
-#define KVK_ATTN_LOADS	   0x40000000u
+#define KVK_ATTN_LOADS	      0x40000000u
 /* Tests only: some CTAs of a GQA step of few units begin 150 us late. */
-#define KVK_ATTN_LATE	   0x20000000u
+#define KVK_ATTN_LATE	      0x20000000u
 /* Bench and tests: MLA with 17 to 64 query rows, no clusters of two CTAs. */
-#define KVK_ATTN_NO_PAIRS  0x10000000u
-#define KVK_ATTN_HBS(n)	   ((uint32_t)(n) << 24) /* kv heads of a tile, 1, 2, 4 or 8 */
+#define KVK_ATTN_NO_PAIRS     0x10000000u
+#define KVK_ATTN_HBS(n)	      ((uint32_t)(n) << 24) /* kv heads of a tile, 1, 2, 4 or 8 */
 
-#define KVK_ATTN_FLIGHT(n) ((uint32_t)(n) << 16) /* most pieces in flight, 1..15 */
+#define KVK_ATTN_FLIGHT(n)    ((uint32_t)(n) << 16) /* most pieces in flight, 1..15 */
 
 /*
  * Bench only, kvk_attn_args.reserved: the workspace is that of @nr steps with tables of their own and

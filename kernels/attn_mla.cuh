@@ -223,8 +223,14 @@ KVK_DEV size_t mla_row_elem(const struct attn_params &p, const struct plan_seg &
 	return ((size_t)s.q0 * p.nr_q_heads + s.hblk * hbs + row) * LATENT;
 }
 
-/* @pairs: launch clusters of two, since units may have two parts (attn_mla_pair.cuh) */
-/* Up to 64 query rows: attn_mla_reg.cu for FP8, attn_mla_fast.cu (KVK_ATTN_FAST), attn_mla_tile.cu. */
+/**
+ * mla_reg_launch(), mla_fast_launch(), mla_tile_launch() - queue decode of blocks of up to 64 query
+ * rows: FP8 pages (attn_mla_reg.cu), these with KVK_ATTN_FAST (attn_mla_fast.cu), BF16 pages
+ * @p: plan_params(), with the schedule that is queued before
+ * @nr_ctas: of the schedule
+ * @pairs: launch clusters of two, since units may have two parts (attn_mla_pair.cuh)
+ * Return: 0 or -EIO.
+ */
 int mla_reg_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,
 		   cudaStream_t stream);
 int mla_fast_launch(const struct attn_params *p, uint32_t nr_ctas, bool pairs,

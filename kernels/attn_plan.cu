@@ -284,13 +284,11 @@ static size_t take(size_t *at, size_t bytes)
 	return off;
 }
 
-/* Floats of a slot of a unit of @rows rows. */
 uint32_t plan_slot_size(uint32_t rows, uint32_t dim)
 {
 	return ((2 * rows + 3) & ~3u) + rows * dim;
 }
 
-/* Bytes of the workspace; with @ret_mem also where its parts lie in a->workspace. */
 size_t plan_workspace(const struct kvk_attn_args *a, const struct plan_shape *s,
 		      struct plan_mem *ret_mem)
 {
@@ -365,7 +363,6 @@ int plan_launch(const struct kvk_attn_args *a, const struct plan_shape *s,
 	return cudaGetLastError() == cudaSuccess ? 0 : -EIO;
 }
 
-/* CTAs of a decode kernel: one per SM of the current device. */
 int plan_nr_ctas(void)
 {
 	int dev, n;
@@ -377,7 +374,6 @@ int plan_nr_ctas(void)
 	return n < (int)PLAN_CTAS_MAX ? n : (int)PLAN_CTAS_MAX;
 }
 
-/* Everything of the kernel parameters that does not depend on the kind. */
 int plan_params(const struct kvk_attn_args *a, struct attn_params *ret_p)
 {
 	const struct kv_layout *l = &a->pages.layout;

@@ -338,14 +338,20 @@ struct plan_shape {
 	bool quick;	    /* ... and do: hbs is 1 */
 };
 
+/** plan_workspace() - bytes; with @ret_mem also where the parts lie in a->workspace */
 size_t plan_workspace(const struct kvk_attn_args *a, const struct plan_shape *s,
 		      struct plan_mem *ret_mem);
+/** plan_launch() - queue the schedule's kernel, before decode's. Return: 0 or -EIO */
 int plan_launch(const struct kvk_attn_args *a, const struct plan_shape *s,
 		const struct plan_mem *mem, cudaStream_t stream);
+/** plan_slot_size() - floats of a slot of a unit of @rows rows */
 uint32_t plan_slot_size(uint32_t rows, uint32_t dim);
+/** plan_nr_ctas() - of a decode kernel: one per SM of the current device; 0: no device */
 int plan_nr_ctas(void);
+/** kvk_attn_gqa_workspace(), kvk_attn_mla_workspace() - bytes; 0: not a shape of theirs */
 size_t kvk_attn_gqa_workspace(const struct kvk_attn_args *a);
 size_t kvk_attn_mla_workspace(const struct kvk_attn_args *a);
+/** plan_params() - what does not depend on the kind. Return: 0 or -EINVAL */
 int plan_params(const struct kvk_attn_args *a, struct attn_params *ret_p);
 
 #endif /* KVK_ATTN_PLAN_CUH */

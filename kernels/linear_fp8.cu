@@ -48,8 +48,8 @@ struct fp8_params {
 template <u32 N> struct fp8_size {
 	static constexpr u32 vectors = N <= 16 ? 32 : 64; /* of x in a step */
 	static constexpr u32 blocks = vectors / N;
-	static constexpr u32 group = N <= 16 ? blocks : 1; /* whose products run together */
-	static constexpr u32 per = F8_THREADS / vectors;   /* threads that share a vector */
+	static constexpr u32 group = N <= 16 ? blocks : 1; /* products run together */
+	static constexpr u32 per = F8_THREADS / vectors; /* threads that share a vector */
 	static constexpr u32 x_half = N * 128; /* bytes of 64 columns of a block */
 	static constexpr u32 x_step = vectors * 256;
 	static constexpr u32 x_deep = N == 64 ? 3 : 2;

@@ -370,7 +370,8 @@ KVT_TEST(late_jobs_are_given_back_at_their_deadline)
 	KVT_EXPECT_EQ(kvd_mover_submit(rig.m, &job, &id), 0);
 	wait_done(&rig, &r);
 	KVT_EXPECT_EQ(r.status, -ETIMEDOUT);
-	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_STARTING); /* nobody waited for it */
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m),
+		      KVD_MOVER_STARTING); /* nobody waited for it */
 	KVT_EXPECT_EQ(copy_run(&rig, KVD_MOVER_OUT, 0, 1, 0), 0);
 	/* One that is late when the mover gets to it. */
 	kill(kvd_mover_pid(rig.m), SIGSTOP);

@@ -305,8 +305,9 @@ void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr
 
 	/* a copy of other dimensions than its map's is an illegal instruction */
 	HOPPER_CHECK(nr_dims == m->nr_dims);
-	HOPPER_CHECK(dst % 1024 == 0 && dst + m->box_batch * m->box_rows * BOX <= STATIC_AT &&
-		     col >= 0 && row >= 0 && batch >= 0);
+	HOPPER_CHECK(dst % 1024 == 0 &&
+		     dst + m->box_batch * m->box_rows * BOX <= STATIC_AT && col >= 0 &&
+		     row >= 0 && batch >= 0);
 	copies.push_back({hopper_shared(),
 			  dst,
 			  m->box_batch * m->box_rows * BOX,

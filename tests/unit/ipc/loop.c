@@ -142,7 +142,7 @@ static void kick_does_not_block(void)
 	KVT_EXPECT_EQ(read(fd, &v, sizeof(v)), sizeof(v));
 	KVT_EXPECT_EQ(v, 1);
 	KVT_EXPECT_EQ(write(fd, &full, sizeof(full)), sizeof(full));
-	fcntl(fd, F_SETFL, 0); /* blocking from now on */
+	fcntl(fd, F_SETFL, 0);	 /* blocking from now on */
 	kvd_loop_kick(loop, fd); /* one that blocks does so until the case's time is up */
 	wait_ms(0);
 	kvd_loop_drain(fd);
