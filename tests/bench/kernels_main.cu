@@ -71,5 +71,8 @@ int main(int argc, char **argv)
 	kvb_print(&ctx, family, json);
 	if (r)
 		fprintf(stderr, "kvbench-kernels: %s\n", strerror(-r));
-	return r || ctx.failed ? 1 : 0;
+	else if (!ctx.nr_rows)
+		fprintf(stderr, "kvbench-kernels: --filter %s: no such line\n",
+			ctx.filter);
+	return r || ctx.failed || !ctx.nr_rows ? 1 : 0;
 }

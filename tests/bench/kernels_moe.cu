@@ -9,6 +9,7 @@
  * out, what the access pattern alone costs. One thread.
  */
 #include "kernels_moe.h"
+#include "base/util.h"
 
 #include <errno.h>
 #include <math.h>
@@ -376,12 +377,17 @@ static int fp8_model(struct kvb_ctx *ctx, const struct model *m)
 	const size_t scales = w13 / 128 / 128 * 4;
 	struct kvk_moe_args a = {};
 	struct kvb_moe d;
-	char name[KVB_NAME_MAX];
+	char name[KVB_NAME_MAX], shape[KVB_NAME_MAX];
+	bool wanted = false;
 	float *s;
 	int r = 0;
 
 	snprintf(name, sizeof(name), "fp8 %s uniform", m->name);
-	if (!kvb_selected(ctx, name, ""))
+	for (size_t c = 0; c < KV_ARRAY_SIZE(counts); c++) {
+		snprintf(shape, sizeof(shape), "%u", counts[c]);
+		wanted |= kvb_selected(ctx, name, shape);
+	}
+	if (!wanted)
 		return 0;
 	data_alloc(ctx, &d, m, 16384);
 	KVB_CUDA(cudaFree(d.w13));
