@@ -4,10 +4,8 @@
  * parts from them. attn_mla.cu explains the kernel, attn_plan.cuh who merges what and when.
  *
  * All CTAs write their slots at once and then read others', each line on the way being paid for, so
- * a slot is small and its words are whole: O in f16, 8 neighbouring values of a row in 16
- * bytes. f16 has no range, so what a value warp has of a row is shifted by a power of two
- * until its largest value is near 2^15, and m and l are there once for each such warp and row,
- * of the shifted values: who merges need not know. Rounding adds 2e-4 of a part's row, parts apart.
+ * a slot is small and its words are whole: O in f16 (attn_mla_f16.cuh), 8 neighbouring values of
+ * a row in 16 bytes. m and l are there once for each value warp and row.
  *
  * A slot: ml [8 value warps][8 rows] float2, then words [row][64].
  */
@@ -15,6 +13,7 @@
 #define KVK_ATTN_MLA_FEW_CUH
 
 #include "kernels/attn_mla.cuh"
+#include "kernels/attn_mla_f16.cuh"
 
 #define FEW_ROWS    8
 #define FEW_WARPS   8 /* who merge: the value warps */
@@ -99,15 +98,12 @@ KVK_DEV void few_store(float *slot, int w, uint32_t row, uint32_t block, bool in
 	top = fmaxf(top, __shfl_xor_sync(~0u, top, 4));
 	top = fmaxf(top, __shfl_xor_sync(~0u, top, 8));
 	top = fmaxf(top, __shfl_xor_sync(~0u, top, 16));
-	/* zeros: any; 2^100 is still a float */
-	shift = (float)max((int)(__float_as_uint(top) >> 23) - 127 - 14, -100);
+	shift = slot_shift(top);
 	down = exp2_fast(-shift);
 	if (!in)
 		return;
-	/* l is 0: nothing seen, m must not count */
 	if ((threadIdx.x & 31) < 4)
-		((float2 *)slot)[w * FEW_ROWS + row] =
-			make_float2(l == 0.f ? -INFINITY : m + shift, l * down);
+		((float2 *)slot)[w * FEW_ROWS + row] = slot_ml(m, l, shift);
 	((uint4 *)(slot + FEW_O))[row * FEW_BLOCKS + block] = make_uint4(
 		pack_f16(v[0] * down, v[1] * down), pack_f16(v[2] * down, v[3] * down),
 		pack_f16(v[4] * down, v[5] * down), pack_f16(v[6] * down, v[7] * down));
@@ -116,48 +112,10 @@ KVK_DEV void few_store(float *slot, int w, uint32_t row, uint32_t block, bool in
 /* ------------------------------------------------------------------------------- merge
  */
 
-/* Eight values of a row, in units of 2^m. */
-struct few_sum {
-	float o[8];
-	float m;
-	float l;
-};
-
-KVK_DEV void few_add(struct few_sum &a, const uint4 (&w)[FEW_AT_ONCE],
-		     const float2 (&ml)[FEW_AT_ONCE])
-{
-	float m = a.m, f;
-
-#pragma unroll
-	for (int j = 0; j < FEW_AT_ONCE; j++)
-		m = fmaxf(m, ml[j].x);
-	f = exp2_fast(a.m - (m == -INFINITY ? 0.f : m));
-	a.l *= f;
-#pragma unroll
-	for (int k = 0; k < 8; k++)
-		a.o[k] *= f;
-	a.m = m;
-	m = m == -INFINITY ? 0.f : m;
-#pragma unroll
-	for (int j = 0; j < FEW_AT_ONCE; j++) {
-		const uint32_t two[4] = {w[j].x, w[j].y, w[j].z, w[j].w};
-
-		f = exp2_fast(ml[j].x - m);
-		a.l += ml[j].y * f;
-#pragma unroll
-		for (int k = 0; k < 4; k++) {
-			const float2 v = unpack_f16(two[k]);
-
-			a.o[2 * k] += v.x * f;
-			a.o[2 * k + 1] += v.y * f;
-		}
-	}
-}
-
 /* Parts @way, @way + @ways, ... of word @e of a unit. */
 template <bool FP8>
 KVK_DEV void few_read(const struct attn_params &p, const struct plan_seg &s, uint32_t e,
-		      uint32_t way, uint32_t ways, struct few_sum &a)
+		      uint32_t way, uint32_t ways, struct slot_sum &a)
 {
 	const uint32_t ml_at = few_warp<FP8>(e % FEW_BLOCKS) * FEW_ROWS + e / FEW_BLOCKS;
 
@@ -177,7 +135,7 @@ KVK_DEV void few_read(const struct attn_params &p, const struct plan_seg &s, uin
 				w[j] = __ldcg((const uint4 *)(slot + FEW_O) + e);
 			}
 		}
-		few_add(a, w, ml);
+		slot_add<FEW_AT_ONCE>(a, w, ml);
 	}
 }
 
@@ -215,7 +173,7 @@ KVK_DEV void few_merge(const struct attn_params &p, const struct plan_seg &s,
 	const uint32_t lo = slice * groups / slices,
 		       nr = (slice + 1) * groups / slices - lo;
 	const uint32_t ways = nr > 4 ? 1 : nr > 2 ? 2 : nr > 1 ? 4 : 8;
-	struct few_sum a = {{}, -INFINITY, 0.f};
+	struct slot_sum a = {{}, -INFINITY, 0.f};
 
 	if (warp / ways < nr)
 		few_read<FP8>(p, s, (lo + warp / ways) * 32 + lane, warp % ways, ways, a);
