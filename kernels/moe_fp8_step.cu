@@ -3,10 +3,10 @@
  * moe_fp8_step.cu - launcher of moe_fp8_step.cuh's kernel, and the memory that is its own.
  */
 #include <errno.h>
-#include <mutex>
 #include "base/mutant.h"
 #include "moe_fp8_step_use.cuh"
 #include "moe_fp8_wide.h"
+#include "moe_owner.h"
 #include "moe_start.cuh"
 #include "tensor_map.cuh"
 
@@ -23,32 +23,6 @@ bool moe_fp8_step_ok(const struct kvk_moe_args *a)
 	return moe_fp8_wide_ok(&a->experts) && slots <= F8S_SLOTS &&
 	       slots * a->experts.inter <= F8S_VALUES &&
 	       a->experts.inter <= F8S_BLOCKS * 128;
-}
-
-/* Number of a workspace on the current device; -1: too many are known. */
-static int f8s_owner(const void *workspace)
-{
-	static std::mutex lock;
-	static struct {
-		const void *workspace;
-		int device;
-	} owner[F8S_OWNERS];
-	static uint32_t nr_owners;
-	const std::lock_guard<std::mutex> guard(lock);
-	uint32_t i;
-	int dev;
-
-	if (cudaGetDevice(&dev))
-		return -1;
-	for (i = 0; i < nr_owners; i++)
-		if (owner[i].workspace == workspace && owner[i].device == dev)
-			return (int)i;
-	if (i == F8S_OWNERS)
-		return -1;
-	owner[i].workspace = workspace;
-	owner[i].device = dev;
-	nr_owners++;
-	return (int)i;
 }
 
 /* Boxes of @box_rows rows and @blocks blocks of 128 columns, one block behind the other. 0 or
@@ -89,7 +63,8 @@ static uint32_t f8s_blocks(const struct kvk_moe_args *a, uint32_t log_rows)
 int moe_fp8_step_launch(const struct kvk_moe_args *a, void *stream)
 {
 	const struct kvk_experts *e = &a->experts;
-	const int owner = f8s_owner(a->workspace);
+	static struct moe_owners<F8S_OWNERS> owners;
+	const int owner = moe_owner(&owners, a->workspace);
 	struct f8s_args k = {};
 	void *state, *packets;
 	int r;

@@ -9,11 +9,11 @@
  * device knows.
  */
 #include <errno.h>
-#include <mutex>
 #include "moe_cuda.h"
 #include "moe_int4.cuh"
 #include "moe_int4_step.h"
 #include "moe_int4_wide.h"
+#include "moe_owner.h"
 #include "moe_plan.cuh"
 
 #define CLEAN_BLOCKS 64u
@@ -159,30 +159,11 @@ static struct wide_mat wide_mat_make(const struct kvk_experts *e, int second)
  * No kernel is then needed before, only to clear them. */
 __device__ uint32_t moe_clean[CLEAN_BLOCKS][CLEAN_WORDS];
 
-/* Number of a workspace on the current device; -1: too many are known. */
 static int workspace_owner(const void *workspace)
 {
-	static std::mutex lock;
-	static struct {
-		const void *workspace;
-		int device;
-	} owner[CLEAN_BLOCKS];
-	static uint32_t nr_owners;
-	const std::lock_guard<std::mutex> guard(lock);
-	uint32_t i;
-	int dev;
+	static struct moe_owners<CLEAN_BLOCKS> owners;
 
-	if (cudaGetDevice(&dev))
-		return -1;
-	for (i = 0; i < nr_owners; i++)
-		if (owner[i].workspace == workspace && owner[i].device == dev)
-			return (int)i;
-	if (i == CLEAN_BLOCKS)
-		return -1;
-	owner[i].workspace = workspace;
-	owner[i].device = dev;
-	nr_owners++;
-	return (int)i;
+	return moe_owner(&owners, workspace);
 }
 
 static uint8_t *clean_counters(const void *workspace)
