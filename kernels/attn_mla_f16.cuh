@@ -15,12 +15,15 @@
 
 #include <math.h>
 
-/* A row's shift from the largest magnitude of its O: what m grows by. */
+/*
+ * A row's shift from the largest magnitude of its O: what m grows by. Zeros have none and small values
+ * a bounded one: m far below those of other parts would take l along, as a factor below 2^-126 is 0.
+ */
 KVK_DEV float slot_shift(float top)
 {
 	const int e = (int)(__float_as_uint(top) >> 23) - 127 - 14;
 
-	return (float)max(e, -100); /* zeros: any; 2^100 is still a float */
+	return top == 0.f ? 0.f : (float)max(e, -60);
 }
 
 /* A row's m and l as the slot has them; l is 0: nothing seen, m must not count. */

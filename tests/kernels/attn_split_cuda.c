@@ -121,6 +121,32 @@ KVT_TEST_T(mla_units_of_two_parts_beside_others, 120)
 	check_pairs(64, lengths, 1, 60);
 }
 
+/* Parts of MLA travel in f16, which holds 2^-24 to 2^16: larger ones, smaller ones, some all zeros. */
+KVT_TEST_T(parts_of_any_size, 120)
+{
+	static const u32 lengths[] = {3499, 300}, q[] = {1, 1}, heads[] = {8, 64, 8, 64};
+	struct kv_layout l;
+
+	for (u32 i = 0; i < 2 * KV_ARRAY_SIZE(heads); i++) {
+		const bool fp8 = i / 2 < 2;
+		struct world w;
+
+		l = kvt_layout_mla(fp8 ? KV_DTYPE_E4M3 : KV_DTYPE_BF16,
+				   fp8 ? KV_SCALE_TOKEN : KV_SCALE_NONE, 1);
+		if (fp8)
+			latent_gain = i % 2 ? 0x1p-10f : 0x1p20f;
+		else
+			latent_gain = i % 2 ? 0x1p-40f : 0x1p40f;
+		world_init(&w, &l, heads[i / 2], PAGES_POOL, lengths, q, 2);
+		run_device(&w, 0, false);
+		run_host(&w, heads[i / 2], 0);
+		expect_close(&w, "large and small, heads/kind", heads[i / 2], l.kind,
+			     1e-3);
+		world_fini(&w);
+	}
+	latent_gain = 0.f;
+}
+
 /* CTAs that begin long after the others' patience has ended: the others leave their slices. */
 static void check_late(const struct kv_layout *l, u32 heads)
 {

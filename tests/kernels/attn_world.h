@@ -41,6 +41,11 @@ static void *to_device(struct world *w, int i, const void *src, size_t bytes)
 
 /* Not 0: tokens grow by this, and some are zeros. */
 static float ramp;
+/*
+ * Not 0: latents are this times larger and only ropes make scores; above 1 every other page's latents
+ * are zeros. FP8's scales are f16: 2^-10 to 2^20 at most.
+ */
+static float latent_gain;
 /* Queries that KVK_ATTN_FAST holds without loss */
 static bool q_in_e4m3;
 
@@ -63,6 +68,10 @@ static void fill_pages(struct world *w, const u32 *lengths, u32 nr)
 			for (u32 d = 0; d < dims[i]; d++)
 				src[i][t * dims[i] + d] *=
 					t % 7 == 3 + (size_t)i ? 0.f : ramp * (float)t;
+		for (size_t e = 0; latent_gain && !i && e < n; e++)
+			src[i][e] *= latent_gain > 1.f && e / dims[i] / KV_PAGE_TOKENS % 2
+					     ? 0.f
+					     : latent_gain;
 	}
 	kvt_paged_append(&w->f, src[0], src[1]);
 	free(src[0]);
@@ -90,6 +99,8 @@ static void set_queries(struct world *w, const u32 *q_lens, u32 nr, u32 dk, u32 
 						   kvk_e4m3_encode(w->q[i] * 128.f)) /
 						   128.f
 					 : 3.5f;
+		if (latent_gain && i % dk < dv)
+			w->q[i] = 0.f;
 	}
 }
 

@@ -220,6 +220,23 @@ KVT_TEST(hopper_attn_one_request_on_all_sms)
 		cut(&s[i], i < 3 ? 64 * 40 - 7 : 64 * 7 - 60, 7, 3, 0);
 }
 
+/* Parts travel in f16, which holds 2^-24 to 2^16: larger ones, smaller ones, and some all zeros. */
+KVT_TEST(hopper_attn_parts_of_any_size)
+{
+	static const struct shape s[] = {MLA(E4M3, TOKEN, 8, 1, 0),
+					 MLA(BF16, NONE, 8, 1, 0),
+					 MLA(BF16, NONE, 64, 1, 0)};
+
+	for (u32 i = 0; i < 2 * KV_ARRAY_SIZE(s); i++) {
+		if (s[i / 2].dtype == KV_DTYPE_E4M3)
+			latent_gain = i % 2 ? 0x1p-10f : 0x1p20f;
+		else
+			latent_gain = i % 2 ? 0x1p-40f : 0x1p40f;
+		cut(&s[i / 2], 64 * 7 - 60, 7, 1, 0);
+	}
+	latent_gain = 0.f;
+}
+
 KVT_TEST(hopper_attn_many_requests_on_few_sms)
 {
 	static const struct shape s[] = {
