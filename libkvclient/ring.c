@@ -10,8 +10,8 @@
  *
  * Any number of threads may call. Of those that wait, one (ring.polling) spins or sleeps
  * on the completion eventfd for all, the others sleep on ring.cond; whoever takes
- * completions off the ring while another thread polls wakes that thread through the same
- * eventfd.
+ * completions off the ring or makes room in it while another thread polls wakes that
+ * thread through the same eventfd (tests/model/wait.pml).
  *
  * kvmd is not an enemy of its clients, so arguments and results are plain copies; what is
  * guarded against is memory that is not what we think it is.
@@ -108,8 +108,12 @@ static void slot_free_locked(struct kvc_ring *ring, struct kvc_slot *slot)
 	slot->pool = NULL;
 	slot->next_free = ring->free_slot;
 	ring->free_slot = (u32)(slot - ring->slots);
-	if (ring->nr_waiting)
-		pthread_cond_broadcast(&ring->cond);
+	if (!ring->nr_waiting)
+		return;
+	/* one of them may be the thread that polls, and sleeps elsewhere */
+	if (ring->polling && !KV_MUTANT(room_unsaid))
+		wake_fd(ring->cq_efd);
+	pthread_cond_broadcast(&ring->cond);
 }
 
 /* -------------------------------------------------------------------------- completions

@@ -4,6 +4,11 @@
 #include "tests/unit/client/common.h"
 #include "base/clock.h"
 
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 static struct fake fake;
 static struct kvc *c;
 static struct kvc_pool *pool;
@@ -326,6 +331,83 @@ KVT_TEST(requests_wait_for_argument_room)
 	for (u32 i = 0; i < KV_ARRAY_SIZE(threads); i++)
 		pthread_join(threads[i], NULL);
 	KVT_EXPECT_EQ(worker_errors, 0);
+	stop();
+}
+
+/* As many of the largest requests as the argument area has room for. */
+#define SLOW_NR	   3u
+#define SLOW_BYTES (KV_LOOKUP_MAX / KV_PAGE_TOKENS * sizeof(struct kv_hit))
+
+static u8 *slow_hits;
+static u32 slow_stopped, slow_go;
+
+/*
+ * The first store of a result stops its thread, as if the kernel had put it aside there:
+ * its completion is taken, its room is not free yet.
+ */
+static void stop_in_copy(int sig)
+{
+	(void)sig;
+	__atomic_add_fetch(&slow_stopped, 1, __ATOMIC_RELEASE);
+	while (!kv_load_acquire32(&slow_go))
+		usleep(1000);
+	if (mprotect(slow_hits, SLOW_NR * SLOW_BYTES, PROT_READ | PROT_WRITE))
+		abort();
+}
+
+static void *lookup_into(void *hits)
+{
+	static u32 tokens[KV_LOOKUP_MAX];
+	u32 nr;
+
+	for (u32 i = 0; i < KV_LOOKUP_MAX; i++)
+		tokens[i] = i * 3; /* every thread writes the same */
+	if (kvc_lookup(pool, tokens, KV_LOOKUP_MAX, ~0u, hits, &nr))
+		__atomic_add_fetch(&worker_errors, 1, __ATOMIC_RELAXED);
+	return NULL;
+}
+
+/* In the order of who polls: it lowers its word, takes the count, sends its request. */
+static bool waiter_was_told(u32 tail)
+{
+	struct pollfd p = {.fd = fake.cq_efd, .events = POLLIN};
+
+	return poll(&p, 1, 0) == 1 || !kv_load_acquire32(&fake.ring->cq_need_wakeup) ||
+	       kv_load_acquire32(&fake.ring->sq_tail) != tail;
+}
+
+/*
+ * Room comes without a completion: when results were copied out. With nothing under way
+ * nothing else wakes the thread that waits for room and polls for all.
+ */
+KVT_TEST(room_without_a_completion_wakes_who_polls)
+{
+	struct sigaction act = {.sa_handler = stop_in_copy};
+	static struct kv_hit hits[KV_LOOKUP_MAX / KV_PAGE_TOKENS];
+	pthread_t slow[SLOW_NR], waiter;
+	u32 tail;
+
+	slow_hits = mmap(NULL, SLOW_NR * SLOW_BYTES, PROT_NONE,
+			 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	KVT_EXPECT(slow_hits != MAP_FAILED);
+	KVT_EXPECT_EQ(sigaction(SIGSEGV, &act, NULL), 0);
+	start(serve_lookup, 20000);
+	for (u32 i = 0; i < SLOW_NR; i++)
+		pthread_create(&slow[i], NULL, lookup_into, slow_hits + i * SLOW_BYTES);
+	while (kv_load_acquire32(&slow_stopped) < SLOW_NR)
+		usleep(1000);
+	KVT_EXPECT_EQ(fake.ring->cq_need_wakeup, 0);
+	tail = fake.ring->sq_tail;
+	pthread_create(&waiter, NULL, lookup_into, hits);
+	while (!kv_load_acquire32(&fake.ring->cq_need_wakeup))
+		usleep(1000);
+	kv_store_release32(&slow_go, 1);
+	for (u32 i = 0; i < SLOW_NR; i++)
+		pthread_join(slow[i], NULL);
+	KVT_EXPECT(waiter_was_told(tail));
+	pthread_join(waiter, NULL);
+	KVT_EXPECT_EQ(worker_errors, 0);
+	KVT_EXPECT_EQ(fake.served[KV_OP_LOOKUP], SLOW_NR + 1);
 	stop();
 }
 
