@@ -12,6 +12,7 @@ of the kernel, DRAM's of 4.8 TB/s. Needs a GPU whose counters the user may read.
 import argparse
 import csv
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -93,6 +94,9 @@ def main():
     args = parser.parse_args()
     table, failed = {}, 0
 
+    for option, program in ("--ncu", args.ncu), ("--bench", args.bench):
+        if not shutil.which(program):
+            parser.error("%s %s: no such program" % (option, program))
     print("| line | " + " | ".join(METRICS) + " |\n|---|" + "---|" * len(METRICS))
     for line in args.line:
         got = count(args.ncu, args.bench, line)

@@ -76,11 +76,12 @@ GB_FILES := $(addprefix $(GB)/,$(GB_PROGS) tests/run tests/many tests/fake/libcu
 	tests/fake/libnvml.so)
 
 bundle: $(O)/kvmd-gpu.tar.xz
-$(O)/kvmd-gpu.tar.xz: $(GB_FILES) tests/bench/check.sh tests/bench/sanitize.sh tests/bench/counters.py tools/demo tools/check-mutants tests/mutants.txt
+$(O)/kvmd-gpu.tar.xz: $(GB_FILES) tests/bench/check.sh tests/bench/sanitize.sh tests/bench/counters.py tests/bench/figures.sh tools/demo tools/check-mutants tests/mutants.txt
 	$(Q)for t in $(GB_TESTS:$(O)/%=%); do mkdir -p $(GB)/$${t%/*} && ln -f $(GB)/tests/many $(GB)/$$t; done
 	$(Q)install -m 755 tests/bench/check.sh $(GB)/check
 	$(Q)install -m 755 tests/bench/sanitize.sh $(GB)/sanitize
 	$(Q)install -m 755 tests/bench/counters.py $(GB)/counters
+	$(Q)install -m 755 tests/bench/figures.sh $(GB)/figures
 	$(Q)cp tests/bench/racecheck.known $(GB)/ && rm -f $(GB)/lineinfo $(if $(LINEINFO),&& touch $(GB)/lineinfo)
 	$(Q)printf '%s\n' $(patsubst $(O)/%,%,$(GPU_TESTS)) >$(GB)/gpu-tests
 	$(Q)rm -rf $(GB)/lib && mkdir -p $(GB)/lib $(GB)/tools && cp tools/demo tools/check-mutants $(GB)/tools/
