@@ -312,6 +312,81 @@ void kvc_mag_forget_pool_locked(struct kvc_pool *pool)
 	}
 }
 
+/* ------------------------------------------------------------------------------- extents
+ */
+
+static bool pfn_mapped(const struct kvc_pool *pool, u32 pfn)
+{
+	return pfn < pool->geometry.nr_pages &&
+	       kv_load_acquire32(&pool->extents[pfn >> pool->geometry.shift].state) ==
+		       KVC_EXTENT_MAPPED;
+}
+
+static u32 first_unmapped(const struct kvc_pool *pool, const struct kv_grant *pages,
+			  u32 nr, size_t stride)
+{
+	for (u32 i = 0; i < nr; i++) {
+		const struct kv_grant *g = (const void *)((const u8 *)pages + i * stride);
+
+		if (!pfn_mapped(pool, g->pfn))
+			return i;
+	}
+	return nr;
+}
+
+/**
+ * kvc_pages_mapped() - no page goes to the caller whose extent is not mapped
+ * @pages: @nr grants, @stride bytes apart
+ *
+ * kvmd sends EXTENT_ADDED before it completes the request that uses the extent, so one
+ * look at the socket must be enough.
+ *
+ * Context: no lock held; may wait for steps of a lost connection, up to the timeout.
+ * Return: 0; -ENOMEM the mapping fails; -EPROTO kvmd did not send the extent; -ETIMEDOUT.
+ */
+int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,
+		     size_t stride)
+{
+	struct kvc *c = pool->c;
+	u64 deadline_ns;
+	u32 i;
+	int r;
+
+	if (first_unmapped(pool, pages, nr, stride) == nr ||
+	    KV_MUTANT(accept_unmapped_extent))
+		return 0;
+	deadline_ns = kvc_deadline(c);
+	for (;;) {
+		const struct kv_grant *g;
+		struct kvc_extent *e = NULL;
+
+		r = kvc_lock_until(&c->lock, deadline_ns);
+		if (r)
+			return kvc_fail(r, "no time to map an extent");
+		r = kvc_sock_read_locked(c);
+		kvc_extents_run_locked(pool);
+		i = first_unmapped(pool, pages, nr, stride);
+		g = (const void *)((const u8 *)pages + i * stride);
+		if (i < nr && g->pfn < pool->geometry.nr_pages)
+			e = &pool->extents[g->pfn >> pool->geometry.shift];
+		if (i < nr && e && e->fd >= 0)
+			r = e->state == KVC_EXTENT_NONE ? -ENOMEM : -EAGAIN;
+		else if (i < nr)
+			r = r == -ENOBUFS ? -ENOMEM : -EPROTO;
+		pthread_mutex_unlock(&c->lock);
+		if (i == nr)
+			return 0;
+		if (r != -EAGAIN)
+			return kvc_fail(r, "pfn %u: its extent is not mapped", g->pfn);
+		if (kv_now_ns() >= deadline_ns)
+			return kvc_fail(
+				-ETIMEDOUT,
+				"pfn %u: a step of the lost session still runs there",
+				g->pfn);
+		kvc_sleep_ns(KV_NSEC_PER_MSEC);
+	}
+}
+
 /* ------------------------------------------------------------------------------ requests
  */
 

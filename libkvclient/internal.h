@@ -412,8 +412,6 @@ int kvc_extents_removed_locked(struct kvc_pool *pool, const struct kv_msg_extent
 void kvc_extents_sweep_locked(struct kvc_pool *pool);
 void kvc_extents_orphan_locked(struct kvc_pool *pool);
 void kvc_extents_run_locked(struct kvc_pool *pool);
-int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,
-		     size_t stride);
 
 /* -------------------------------------------------------------------------------- gpu.c
  */
@@ -459,6 +457,8 @@ void kvc_mags_resume(struct kvc_link *link, const struct kvc_link *old);
 void kvc_mag_forget_pool_locked(struct kvc_pool *pool);
 int kvc_mag_drain(struct kvc_pool *pool, struct kvc_link *link, struct kv_grant *ret,
 		  u32 max);
+int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,
+		     size_t stride);
 
 /* ------------------------------------------------------------------------------- free.c
  */

@@ -202,39 +202,47 @@ int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in)
 	return 0;
 }
 
+/* One extent of EXTENT_REMOVED. Return: false: kvmd has not given it to this session. */
+static bool remove_extent(struct kvc_pool *pool, struct kvc_extent *e, u64 serial)
+{
+	bool waits = e->fd >= 0 && e->fd_serial == serial, gone;
+
+	if (e->state == KVC_EXTENT_MAPPED && e->serial == serial) {
+		e->fence = __atomic_load_n(&pool->c->step_number, __ATOMIC_SEQ_CST);
+		e->ack = true;
+		kv_store_release32(&e->state, KVC_EXTENT_REMOVING);
+		return true;
+	}
+	/* Asked again by the next kvmd; it may not have heard us, nor we the last one. */
+	gone = pool->c->link->resumed &&
+	       (e->serial == serial || (e->state == KVC_EXTENT_NONE && e->fd < 0));
+	if (!waits && !gone)
+		return false;
+	if (waits) {
+		close(e->fd);
+		e->fd = -1;
+	}
+	/* an older extent that steps use at this place goes first */
+	e->serial = serial;
+	e->ack = true;
+	if (e->state == KVC_EXTENT_NONE)
+		kv_store_release32(&e->state, KVC_EXTENT_UNACKED);
+	return true;
+}
+
 /** kvc_extents_removed_locked() - EXTENT_REMOVED. Return: 0; -EPROTO no such extent */
 int kvc_extents_removed_locked(struct kvc_pool *pool, const struct kv_msg_extents *m)
 {
 	for (u32 i = 0; i < m->nr; i++) {
 		u32 index = m->extents[i].index;
 		u64 serial = m->extents[i].serial;
-		struct kvc_extent *e;
 
 		if (index >= pool->nr_extents)
 			return kvc_fail(-EPROTO, "extent_removed.index=%u: pool has %u",
 					index, pool->nr_extents);
-		e = &pool->extents[index];
-		if (e->state == KVC_EXTENT_MAPPED && e->serial == serial) {
-			e->fence =
-				__atomic_load_n(&pool->c->step_number, __ATOMIC_SEQ_CST);
-			e->ack = true;
-			kv_store_release32(&e->state, KVC_EXTENT_REMOVING);
-		} else if (e->state == KVC_EXTENT_NONE && e->fd >= 0 &&
-			   e->fd_serial == serial) {
-			close(e->fd);
-			e->fd = -1;
-			e->serial = serial;
-			e->ack = true;
-			kv_store_release32(&e->state, KVC_EXTENT_UNACKED);
-		} else if (pool->c->link->resumed && e->serial == serial) {
-			/* Asked again by the next kvmd; it may not have heard us. */
-			e->ack = true;
-			if (e->state == KVC_EXTENT_NONE)
-				kv_store_release32(&e->state, KVC_EXTENT_UNACKED);
-		} else {
+		if (!remove_extent(pool, &pool->extents[index], serial))
 			return kvc_fail(-EPROTO, "extent_removed: index %u serial %llu",
 					index, (unsigned long long)serial);
-		}
 	}
 	kvc_extents_run_locked(pool);
 	return 0;
@@ -260,78 +268,6 @@ void kvc_extents_orphan_locked(struct kvc_pool *pool)
 		}
 	}
 	kvc_extents_run_locked(pool);
-}
-
-static bool pfn_mapped(const struct kvc_pool *pool, u32 pfn)
-{
-	return pfn < pool->geometry.nr_pages &&
-	       kv_load_acquire32(&pool->extents[pfn >> pool->geometry.shift].state) ==
-		       KVC_EXTENT_MAPPED;
-}
-
-static u32 first_unmapped(const struct kvc_pool *pool, const struct kv_grant *pages,
-			  u32 nr, size_t stride)
-{
-	for (u32 i = 0; i < nr; i++) {
-		const struct kv_grant *g = (const void *)((const u8 *)pages + i * stride);
-
-		if (!pfn_mapped(pool, g->pfn))
-			return i;
-	}
-	return nr;
-}
-
-/**
- * kvc_pages_mapped() - no page goes to the caller whose extent is not mapped
- * @pages: @nr grants, @stride bytes apart
- *
- * kvmd sends EXTENT_ADDED before it completes the request that uses the extent, so one
- * look at the socket must be enough.
- *
- * Context: no lock held; may wait for steps of a lost connection, up to the timeout.
- * Return: 0; -ENOMEM the mapping fails; -EPROTO kvmd did not send the extent; -ETIMEDOUT.
- */
-int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,
-		     size_t stride)
-{
-	struct kvc *c = pool->c;
-	u64 deadline_ns;
-	u32 i;
-	int r;
-
-	if (first_unmapped(pool, pages, nr, stride) == nr ||
-	    KV_MUTANT(accept_unmapped_extent))
-		return 0;
-	deadline_ns = kvc_deadline(c);
-	for (;;) {
-		const struct kv_grant *g;
-		struct kvc_extent *e = NULL;
-
-		r = kvc_lock_until(&c->lock, deadline_ns);
-		if (r)
-			return kvc_fail(r, "no time to map an extent");
-		r = kvc_sock_read_locked(c);
-		kvc_extents_run_locked(pool);
-		i = first_unmapped(pool, pages, nr, stride);
-		g = (const void *)((const u8 *)pages + i * stride);
-		if (i < nr && g->pfn < pool->geometry.nr_pages)
-			e = &pool->extents[g->pfn >> pool->geometry.shift];
-		if (i < nr && e && e->fd >= 0)
-			r = e->state == KVC_EXTENT_NONE ? -ENOMEM : -EAGAIN;
-		else if (i < nr)
-			r = r == -ENOBUFS ? -ENOMEM : -EPROTO;
-		pthread_mutex_unlock(&c->lock);
-		if (i == nr)
-			return 0;
-		if (r != -EAGAIN)
-			return kvc_fail(r, "pfn %u: its extent is not mapped", g->pfn);
-		if (kv_now_ns() >= deadline_ns)
-			return kvc_fail(
-				-ETIMEDOUT,
-				"pfn %u: a step of the lost session still runs there",
-				g->pfn);
-		kvc_sleep_ns(KV_NSEC_PER_MSEC);
-	}
 }
 
 /* --------------------------------------------------------------------------------- pool

@@ -66,6 +66,7 @@ struct kv_layout fake_layout(void)
 
 static void make_table(struct fake *f)
 {
+	const struct kv_table *old = f->resume ? f->table : NULL;
 	void *map;
 
 	f->layout = fake_layout();
@@ -87,13 +88,23 @@ static void make_table(struct fake *f)
 	f->table->tag_off = KV_TABLE_TAG_OFF;
 	f->table->log_off = (u32)kv_table_log_off(FAKE_PAGES);
 	f->table->grace_epoch.word = 5;
-	memset(f->extent_serial, 0, sizeof(f->extent_serial));
+	if (!old) {
+		memset(f->extent_serial, 0, sizeof(f->extent_serial));
+		return;
+	}
+	f->table->used_pages = old->used_pages;
+	memcpy((u8 *)f->table + KV_TABLE_TAG_OFF, (const u8 *)old + KV_TABLE_TAG_OFF,
+	       FAKE_PAGES * sizeof(u64));
 }
 
 static void make_session(struct fake *f)
 {
 	void *map;
 
+	if (f->resume) {
+		kv_store_release64(&f->session->table_epoch.word, f->table_epoch);
+		return;
+	}
 	f->session_fd = make_memfd("fake-session", KV_SESSION_BYTES, &map);
 	f->session = map;
 	f->session->magic = KV_SESSION_MAGIC;
@@ -138,7 +149,8 @@ static void reply_hello(struct fake *f)
 				       .table_epoch = f->table_epoch,
 				       .ring_bytes = ring_bytes(),
 				       .ring_nonce = 0x1234567,
-				       .flags = f->check_mode,
+				       .flags = f->check_mode |
+						(f->resume ? KV_HELLO_RESUMED : 0),
 				       .tenant = "fake"};
 	int fds[4];
 
@@ -155,6 +167,34 @@ static void reply_hello(struct fake *f)
 	if (f->hello_result)
 		snprintf(r.error, sizeof(r.error), "client_name: refused by the test");
 	send_fds(f->sock, &r, sizeof(r), fds, f->hello_result ? 0 : 4);
+}
+
+static void send_extents(struct fake *f, u32 type, u32 index, u64 serial, int fd);
+
+/* What a kvmd says of a session that it took up. */
+static void send_kept(struct fake *f)
+{
+	struct {
+		struct kv_msg_leases head;
+		struct kv_lease leases[16];
+	} m = {.head = {.msg = {.magic = KV_MSG_MAGIC, .type = KV_MSG_LEASES},
+			.pool_id = 3,
+			.nr = f->nr_leases,
+			.flags = KV_LEASES_LAST}};
+
+	for (u32 i = 0; i < FAKE_EXTENTS; i++) {
+		int fd = f->extent_serial[i] ? memfd_create("fake-again", MFD_CLOEXEC)
+					     : -1;
+
+		if (fd < 0)
+			continue;
+		send_extents(f, KV_MSG_EXTENT_ADDED, i, f->extent_serial[i], fd);
+		close(fd);
+	}
+	m.head.msg.size_bytes =
+		(u32)(sizeof(m.head) + f->nr_leases * sizeof(m.leases[0]));
+	memcpy(m.leases, f->leases, f->nr_leases * sizeof(m.leases[0]));
+	send_fds(f->sock, &m, m.head.msg.size_bytes, NULL, 0);
 }
 
 static void reply_pool(struct fake *f, const struct kv_msg *m)
@@ -175,6 +215,8 @@ static void reply_pool(struct fake *f, const struct kv_msg *m)
 	if (f->backend == KV_BACKEND_CUDA) /* device 0 of the fake driver */
 		memset(r.gpu_uuid, 0x10, sizeof(r.gpu_uuid));
 	send_fds(f->sock, &r, sizeof(r), &f->table_fd, 1);
+	if (f->resume)
+		send_kept(f);
 }
 
 void *fake_arg(struct fake *f, u32 off)
@@ -388,8 +430,13 @@ static bool serve_socket(struct fake *f)
 		reply_hello(f);
 	else if (m->type == KV_MSG_POOL_OPEN && f->silent_pools)
 		__atomic_sub_fetch(&f->silent_pools, 1, __ATOMIC_RELEASE);
-	else if (m->type == KV_MSG_POOL_OPEN)
+	else if (m->type == KV_MSG_POOL_OPEN && f->hang_up_pools) {
+		__atomic_sub_fetch(&f->hang_up_pools, 1, __ATOMIC_RELEASE);
+		return false;
+	} else if (m->type == KV_MSG_POOL_OPEN)
 		reply_pool(f, m);
+	else if (m->type == KV_MSG_POOL_CLOSE)
+		__atomic_add_fetch(&f->pools_closed, 1, __ATOMIC_RELEASE);
 	return true;
 }
 

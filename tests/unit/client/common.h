@@ -32,6 +32,10 @@ typedef bool fake_serve_fn(struct fake *f, const struct kv_sqe *sqe, struct kv_c
  * @withhold_extents: no EXTENT_ADDED is sent for pages handed out
  * @poison_ring: fill the ring with 0xa5 before its set-up (cases O57)
  * @silent_pools: so many POOL_OPENs get no answer
+ * @resume: the next HELLO takes the session up: same page, tags and extents; @leases are
+ *	what it is said to hold
+ * @hang_up_pools: so many POOL_OPENs are answered by a hang-up
+ * @pools_closed: POOL_CLOSE seen
  * @served: requests by opcode
  */
 struct fake {
@@ -47,6 +51,11 @@ struct fake {
 	bool withhold_extents;
 	bool poison_ring;
 	u32 silent_pools;
+	bool resume;
+	struct kv_lease leases[16];
+	u32 nr_leases;
+	u32 hang_up_pools;
+	u32 pools_closed;
 	u32 backend;
 	u64 table_epoch;
 	int ring_fd, sq_efd, cq_efd, session_fd, table_fd;
