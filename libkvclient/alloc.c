@@ -390,17 +390,19 @@ int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr
 /* ------------------------------------------------------------------------------ requests
  */
 
-static int alloc_call(struct kvc_pool *pool, u32 nr, u32 gfp, struct kv_grant *ret_pages,
-		      u64 deadline_ns)
+static int ask(struct kvc_pool *pool, struct kvc_req *req, u32 gfp, u64 deadline_ns)
 {
-	struct kvc_req req = {.opcode = KV_OP_ALLOC,
-			      .pool = pool,
-			      .nr = nr,
-			      .gfp = gfp,
-			      .ret_bytes = nr * (u32)sizeof(*ret_pages),
-			      .ret = ret_pages};
+	req->gfp = gfp;
+	return kvc_call(pool->c, req, deadline_ns);
+}
 
-	return kvc_call(pool->c, &req, deadline_ns);
+static struct kvc_req alloc_req(struct kvc_pool *pool, u32 nr, struct kv_grant *ret_pages)
+{
+	return (struct kvc_req){.opcode = KV_OP_ALLOC,
+				.pool = pool,
+				.nr = nr,
+				.ret_bytes = nr * (u32)sizeof(*ret_pages),
+				.ret = ret_pages};
 }
 
 /* Pages that cannot be used by the caller go back; @r says why. */
@@ -419,10 +421,11 @@ static int alloc_with_stock(struct kvc_pool *pool, u32 nr, u32 gfp,
 	struct kv_grant stock[DRAIN_MAX];
 	u32 nr_stock = (u32)kvc_mag_drain(pool, link, stock, DRAIN_MAX);
 	u32 use = KV_MIN(nr_stock, nr);
+	struct kvc_req rest = alloc_req(pool, nr - use, ret_pages + use);
 	int r = 0;
 
 	if (use < nr && use)
-		r = alloc_call(pool, nr - use, gfp, ret_pages + use, deadline_ns);
+		r = ask(pool, &rest, gfp, deadline_ns);
 	else if (!use)
 		r = outcome;
 	if (r) {
@@ -450,28 +453,58 @@ static u32 in_time(u32 gfp, u64 deadline_ns)
  * all that may go has been sent. Steps that retire meanwhile free more, hence the
  * repeated sending. Near the deadline WAIT is left out again: kvmd holds a request back
  * for PARK_NS, and an answer that comes too late would be -ETIMEDOUT instead of PENDING.
+ * @r: the answer without WAIT.
  */
-static int alloc_slow(struct kvc_pool *pool, u32 nr, u32 gfp, struct kv_grant *ret_pages)
+static int ask_again(struct kvc_pool *pool, struct kvc_req *req, u32 gfp, int r,
+		     u64 deadline_ns)
 {
-	u64 deadline_ns = kvc_deadline(pool->c), wait_ns = WAIT_MIN_NS;
-	u32 now = gfp & ~KV_GFP_WAIT;
-	int r;
+	u64 wait_ns = WAIT_MIN_NS;
 
-	r = alloc_call(pool, nr, now, ret_pages, deadline_ns);
-	if (may_come(r))
-		r = alloc_with_stock(pool, nr, now, ret_pages, r, deadline_ns);
 	if (may_come(r) && kvc_ret_send(pool, 1, deadline_ns) >= 0)
-		r = alloc_call(pool, nr, in_time(gfp, deadline_ns), ret_pages,
-			       deadline_ns);
+		r = ask(pool, req, in_time(gfp, deadline_ns), deadline_ns);
 	while (r == KV_PENDING && (gfp & KV_GFP_WAIT) &&
 	       kv_now_ns() + wait_ns + ANSWER_NS < deadline_ns) {
 		kvc_sleep_ns(wait_ns);
 		wait_ns = KV_MIN(wait_ns * 2, WAIT_MAX_NS);
 		kvc_ret_send(pool, 1, deadline_ns);
-		r = alloc_call(pool, nr, in_time(gfp, deadline_ns), ret_pages,
-			       deadline_ns);
+		r = ask(pool, req, in_time(gfp, deadline_ns), deadline_ns);
 	}
 	return r;
+}
+
+static int alloc_slow(struct kvc_pool *pool, u32 nr, u32 gfp, struct kv_grant *ret_pages)
+{
+	struct kvc_req req = alloc_req(pool, nr, ret_pages);
+	u64 deadline_ns = kvc_deadline(pool->c);
+	u32 now = gfp & ~KV_GFP_WAIT;
+	int r;
+
+	r = ask(pool, &req, now, deadline_ns);
+	if (may_come(r))
+		r = alloc_with_stock(pool, nr, now, ret_pages, r, deadline_ns);
+	return ask_again(pool, &req, gfp, r, deadline_ns);
+}
+
+/**
+ * kvc_fork_call() - send FORK as often as an allocation would be sent
+ * @req: the request
+ * @gfp: as the caller of kvc_fork() has it
+ *
+ * Stock does not serve it, but is given back before it is refused.
+ * Return: as kvc_fork().
+ */
+int kvc_fork_call(struct kvc_pool *pool, struct kvc_req *req, u32 gfp)
+{
+	struct kvc_link *link = __atomic_load_n(&pool->c->link, __ATOMIC_ACQUIRE);
+	u64 deadline_ns = kvc_deadline(pool->c);
+	struct kv_grant stock[DRAIN_MAX];
+	int r;
+
+	r = ask(pool, req, gfp & ~KV_GFP_WAIT, deadline_ns);
+	if (may_come(r))
+		take_back(pool, stock, (u32)kvc_mag_drain(pool, link, stock, DRAIN_MAX),
+			  r);
+	return ask_again(pool, req, gfp, r, deadline_ns);
 }
 
 int kvc_alloc(struct kvc_pool *pool, uint32_t nr, uint32_t gfp,

@@ -457,6 +457,7 @@ void kvc_mags_resume(struct kvc_link *link, const struct kvc_link *old);
 void kvc_mag_forget_pool_locked(struct kvc_pool *pool);
 int kvc_mag_drain(struct kvc_pool *pool, struct kvc_link *link, struct kv_grant *ret,
 		  u32 max);
+int kvc_fork_call(struct kvc_pool *pool, struct kvc_req *req, u32 gfp);
 int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,
 		     size_t stride);
 

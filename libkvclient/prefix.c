@@ -10,8 +10,6 @@
 #include <errno.h>
 #include <string.h>
 
-#define WAIT_NS (500 * KV_NSEC_PER_USEC)
-
 static int check_pages(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr)
 {
 	if (kvc_poisoned(pool->c))
@@ -192,13 +190,11 @@ int kvc_fork(struct kvc_pool *pool, const struct kv_grant *sources, uint32_t nr,
 	struct kvc_req req = {.opcode = KV_OP_FORK,
 			      .pool = pool,
 			      .nr = nr,
-			      .gfp = gfp,
 			      .arg_bytes = nr * (u32)sizeof(struct kv_page_ref),
 			      .ret_bytes = nr * (u32)sizeof(*ret_pages),
 			      .fill = fill_refs,
 			      .src = sources,
 			      .ret = ret_pages};
-	u64 deadline_ns = kvc_deadline(pool->c);
 	int r;
 
 	r = check_pages(pool, sources, nr);
@@ -207,17 +203,7 @@ int kvc_fork(struct kvc_pool *pool, const struct kv_grant *sources, uint32_t nr,
 	if (gfp & ~KV_GFP_VALID)
 		return kvc_fail(-EINVAL, "gfp=0x%x: unknown bits 0x%x", gfp,
 				gfp & ~KV_GFP_VALID);
-	req.gfp = gfp & ~KV_GFP_WAIT; /* first what is there: see alloc.c */
-	r = kvc_call(pool->c, &req, deadline_ns);
-	req.gfp = gfp;
-	if ((r == KV_FULL || r == KV_QUOTA || r == KV_PENDING) &&
-	    kvc_ret_send(pool, 1, deadline_ns) >= 0)
-		r = kvc_call(pool->c, &req, deadline_ns);
-	while (r == KV_PENDING && (gfp & KV_GFP_WAIT) &&
-	       kv_now_ns() + WAIT_NS < deadline_ns) {
-		kvc_sleep_ns(WAIT_NS);
-		r = kvc_call(pool->c, &req, deadline_ns);
-	}
+	r = kvc_fork_call(pool, &req, gfp);
 	if (r)
 		return r;
 	r = kvc_pages_mapped(pool, ret_pages, nr, sizeof(*ret_pages));

@@ -218,6 +218,89 @@ KVT_TEST(wait_asks_again_while_pages_are_in_quarantine)
 	stop();
 }
 
+/* ---------------------------------------------------------------------------- fork */
+
+static u32 freed_wanted, fork_answer;
+static bool wait_parks;
+
+/* Forks are served when so many pages have come back; a request with WAIT is held. */
+static bool serve_fork(struct fake *f, const struct kv_sqe *sqe, struct kv_cqe *cqe)
+{
+	if (sqe->opcode != KV_OP_FORK)
+		return fake_serve(f, sqe, cqe);
+	if (wait_parks && (sqe->gfp & KV_GFP_WAIT))
+		return false;
+	if (f->pages_freed < freed_wanted) {
+		cqe->result = (int)fork_answer;
+		return true;
+	}
+	for (u32 i = 0; i < sqe->nr; i++)
+		((struct kv_grant *)fake_arg(f, sqe->ret_off))[i] = (struct kv_grant){
+			.pfn = f->next_pfn, .tag = fake_give(f, f->next_pfn++)};
+	cqe->nr = sqe->nr;
+	return true;
+}
+
+static void *fork_one(void *source)
+{
+	struct kv_grant g;
+
+	return (void *)(intptr_t)kvc_fork(pool, source, 1, KV_GFP_PREFILL, &g);
+}
+
+/* What a fork waits for may be on our own list, behind a step that retires meanwhile. */
+KVT_TEST(waiting_fork_sends_what_a_retire_lets_go)
+{
+	struct kv_grant pages[5];
+	struct kvc_step *step;
+	pthread_t thread;
+	void *ret;
+
+	fork_answer = KV_PENDING;
+	freed_wanted = 4;
+	start(serve_fork);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 5, KV_GFP_NOWAIT, pages), 0);
+	KVT_EXPECT_EQ(kvc_step_begin(c, &step), 0);
+	kvc_step_launched(step);
+	KVT_EXPECT_EQ(kvc_free(pool, pages + 1, 4), 0);
+	KVT_EXPECT(!pthread_create(&thread, NULL, fork_one, pages));
+	expect_within(__atomic_load_n(&fake.served[KV_OP_FORK], __ATOMIC_RELAXED) >= 3,
+		      1000);
+	kvc_step_retire(step);
+	KVT_EXPECT(!pthread_join(thread, &ret));
+	KVT_EXPECT_EQ((int)(intptr_t)ret, 0);
+	stop();
+}
+
+/* kvmd holds a request with WAIT longer than the call may last: as with kvc_alloc(). */
+KVT_TEST(waiting_fork_ends_in_pending)
+{
+	struct kv_grant pages[2];
+
+	fork_answer = KV_PENDING;
+	freed_wanted = ~0u;
+	wait_parks = true;
+	start(serve_fork);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_ATOMIC, pages), 0);
+	KVT_EXPECT_EQ(kvc_fork(pool, pages, 1, KV_GFP_PREFILL, pages + 1), KV_PENDING);
+	stop();
+}
+
+/* Stock is charged: a fork is not refused for want of what lies in our own magazines. */
+KVT_TEST(stock_goes_back_before_a_fork_is_refused)
+{
+	struct kv_grant page, copy;
+
+	fork_answer = KV_QUOTA;
+	freed_wanted = 1;
+	start(serve_fork);
+	page = alloc_one();
+	expect_within(fake.next_pfn > 1, 1000); /* a refill has come */
+	KVT_EXPECT_EQ(kvc_fork(pool, &page, 1, KV_GFP_ATOMIC, &copy), 0);
+	KVT_EXPECT(fake.pages_freed >= 1);
+	stop();
+}
+
 /* --------------------------------------------------------------------- return list */
 
 KVT_TEST(frees_go_in_batches)
