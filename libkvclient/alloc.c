@@ -41,13 +41,20 @@ static __thread struct {
 /* ---------------------------------------------------------------------------- magazines
  */
 
-/* Entered before it is taken: nobody may see it taken and not entered (ledger.c). */
-static bool slot_pop(struct kvc_pool *pool, struct kv_mag_slot *slot,
+/*
+ * Entered before it is taken: nobody may see it taken and not entered (ledger.c). Whose
+ * magazine it is is read after the word: another pool's pages come only when its id is
+ * there (mag_rededicate()), and whoever drains may be looking since before.
+ */
+static bool slot_pop(struct kvc_pool *pool, struct kv_magazine *m, u32 at,
 		     struct kv_grant *ret)
 {
+	struct kv_mag_slot *slot = &m->slots[at];
 	u64 word = kv_load_acquire64(&slot->word), tag;
 
 	if (!(word & KV_MAG_STOCKED))
+		return false;
+	if (kv_load_relaxed32(&m->pool_id) != pool->pool_id && !KV_MUTANT(pop_any_pool))
 		return false;
 	tag = kv_load_relaxed64(&slot->tag);
 	kvc_hold(pool, KV_MAG_PFN(word), tag);
@@ -64,12 +71,10 @@ static bool slot_pop(struct kvc_pool *pool, struct kv_mag_slot *slot,
 static bool mag_pop(struct kvc_pool *pool, struct kvc_link *link, u32 index, u32 *cursor,
 		    struct kv_grant *ret)
 {
-	struct kv_mag_slot *slots = link->session->magazines[index].slots;
-
 	for (u32 i = 0; i < KV_MAGAZINE_SLOTS; i++) {
 		u32 at = (*cursor + i) % KV_MAGAZINE_SLOTS;
 
-		if (!slot_pop(pool, &slots[at], ret))
+		if (!slot_pop(pool, &link->session->magazines[index], at, ret))
 			continue;
 		*cursor = at + 1;
 		return true;
@@ -205,6 +210,8 @@ static void mag_refill(struct kvc_pool *pool, u32 index, u32 left, u32 gfp)
 		goto unlock;
 	refill_size(m);
 	req.nr = KV_MIN(m->refill_nr, KV_MAGAZINE_SLOTS - left);
+	/* a pool that kvmd had to make anew may have another id */
+	kv_store_relaxed32(&c->link->session->magazines[index].pool_id, pool->pool_id);
 	kv_store_relaxed32(&m->refilling, 1);
 	if (kvc_ring_post(c->link, &req, KVC_REFILL))
 		kv_store_relaxed32(&m->refilling, 0);

@@ -44,6 +44,17 @@ int kvc_ledger_init(struct kvc_pool *pool)
 	return 0;
 }
 
+/*
+ * Has the page been given anew since @tag? Who enters late (a pop that a recall has beaten,
+ * an answer whose thread was held up) finds it so, and must not hide who holds it now.
+ */
+static bool is_older(u64 tag, u64 entry)
+{
+	u64 ahead = ((entry >> 16) - kv_tag_gen(tag)) & GEN_MASK;
+
+	return entry && ahead && ahead <= GEN_MASK / 2 && !KV_MUTANT(older_hides_newer);
+}
+
 /** kvc_hold() - one more reference; an older generation's are gone by then */
 void kvc_hold(struct kvc_pool *pool, u32 pfn, u64 tag)
 {
@@ -51,9 +62,11 @@ void kvc_hold(struct kvc_pool *pool, u32 pfn, u64 tag)
 
 	if (pfn >= pool->geometry.nr_pages)
 		return;
-	__atomic_store_n(&pool->ledger_tags[pfn], tag, __ATOMIC_RELAXED);
 	do {
 		old = kv_load_relaxed64(&pool->ledger[pfn]);
+		if (is_older(tag, old))
+			return;
+		__atomic_store_n(&pool->ledger_tags[pfn], tag, __ATOMIC_RELAXED);
 		new = same_gen(old, tag) ? old + ((old & NR_MASK) != NR_MASK)
 					 : entry_of(tag, 1);
 	} while (!kv_cas64(&pool->ledger[pfn], old, new));
@@ -66,7 +79,8 @@ void kvc_hold(struct kvc_pool *pool, u32 pfn, u64 tag)
  */
 static void hold_first(struct kvc_pool *pool, u32 pfn, u64 tag)
 {
-	if (pfn >= pool->geometry.nr_pages)
+	if (pfn >= pool->geometry.nr_pages ||
+	    is_older(tag, kv_load_relaxed64(&pool->ledger[pfn])))
 		return;
 	__atomic_store_n(&pool->ledger_tags[pfn], tag, __ATOMIC_RELAXED);
 	kv_store_relaxed64(&pool->ledger[pfn], entry_of(tag, 1));

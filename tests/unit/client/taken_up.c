@@ -3,6 +3,7 @@
  * A second kvmd behind one connection: sessions that are taken up, or are not, and what is
  * still under way of the first one.
  */
+#include "libkvclient/internal.h"
 #include "tests/unit/client/common.h"
 
 #include <sys/socket.h>
@@ -108,6 +109,115 @@ KVT_TEST(extent_never_given_cannot_be_removed)
 	f.extent_serial[5] = 77;
 	fake_extent_remove(&f, 5);
 	KVT_EXPECT_EQ(kvc_dispatch(c, NULL, NULL), -ECONNRESET);
+	stop();
+}
+
+/* -------------------------------------------------------------------------- ledger */
+
+/*
+ * Page 7 is held as its second generation. Something late of its first one is entered: a pop
+ * that a recall has beaten, or an answer whose thread was held up until the page had been
+ * revoked and given anew. The page must not seem to be nobody's: the next kvmd would be told
+ * to free it.
+ */
+static void late_entry_of_page_7(void (*enter)(u64 older))
+{
+	struct kv_grant g[8];
+	struct kv_stat st;
+	u64 older;
+
+	start();
+	older = kv_tag_make(50, KV_TAG_LIVE);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 8, KV_GFP_NOWAIT, g), 0);
+	for (u32 i = 0; i < 8; i++)
+		f.leases[i] =
+			(struct kv_lease){.pfn = g[i].pfn, .refs = 1, .tag = g[i].tag};
+	f.nr_leases = 8;
+	enter(older);
+	next_kvmd(true);
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0);
+	KVT_EXPECT_EQ(kvc_flush(c), 0);
+	KVT_EXPECT_EQ(session_of(c), 1);
+	KVT_EXPECT_EQ(f.pages_freed, 0);
+	KVT_EXPECT_EQ(kvc_free(pool, g, 8), 0);
+	KVT_EXPECT_EQ(kvc_flush(c), 0);
+	KVT_EXPECT_EQ(f.pages_freed, 8);
+	stop();
+}
+
+static void beaten_pop(u64 older)
+{
+	kvc_hold(pool, 7, older);
+	kvc_unhold(pool, 7, older);
+}
+
+static void late_answer(u64 older)
+{
+	struct kv_grant g = {.pfn = 7, .tag = older};
+
+	kvc_ledger_answered(&(struct kvc_req){
+		.opcode = KV_OP_ALLOC, .pool = pool, .nr = 1, .ret = &g});
+}
+
+KVT_TEST(beaten_pop_does_not_hide_who_holds_the_page)
+{
+	late_entry_of_page_7(beaten_pop);
+}
+
+KVT_TEST(late_answer_does_not_hide_who_holds_the_page)
+{
+	late_entry_of_page_7(late_answer);
+}
+
+/* The ledger's generations are 48 bits: one that comes after the last is newer. */
+KVT_TEST(ledger_generations_wrap)
+{
+	u64 last = kv_tag_make((1ull << 48) - 1, KV_TAG_LIVE), next;
+
+	start();
+	next = kv_tag_make(1ull << 48, KV_TAG_LIVE);
+	kvc_hold(pool, 7, last);
+	kvc_hold(pool, 7, next);
+	KVT_EXPECT_EQ(pool->ledger[7], 1); /* generation 0, one reference */
+	kvc_hold(pool, 7, last);
+	KVT_EXPECT_EQ(pool->ledger[7], 1);
+	KVT_EXPECT_EQ(pool->ledger_tags[7], next);
+	kvc_unhold(pool, 7, next);
+	stop();
+}
+
+/* ----------------------------------------------------------------------- magazines */
+
+/*
+ * A thread that empties the magazines of its pool was held up while the session was taken
+ * up and one of them became another pool's: it looks at the old link still. The pages there
+ * are not its pool's.
+ */
+KVT_TEST(drain_takes_no_page_of_another_pool)
+{
+	struct kv_grant g, stock[KV_MAGAZINE_SLOTS];
+	struct kvc_link *old;
+	struct kv_stat st;
+	u32 i = 0;
+
+	start();
+	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &g), 0);
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0); /* the refill has come */
+	old = c->link;
+	while (i < KV_MAGAZINES && old->mags[i].pool_serial != pool->serial)
+		i++;
+	KVT_EXPECT(i < KV_MAGAZINES);
+	next_kvmd(true);
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0);
+	KVT_EXPECT(old != c->link && old->mags[i].pool_serial == pool->serial);
+	/* what mag_rededicate() and kvmd do */
+	c->link->mags[i].pool_serial = pool->serial + 1;
+	kv_store_relaxed32(&f.session->magazines[i].pool_id, 4);
+	KVT_EXPECT(f.session->magazines[i].slots[0].word |
+		   f.session->magazines[i].slots[1].word);
+	KVT_EXPECT_EQ(kvc_mag_drain(pool, old, stock, KV_MAGAZINE_SLOTS), 0);
+	kv_store_relaxed32(&f.session->magazines[i].pool_id, pool->pool_id);
+	KVT_EXPECT(kvc_mag_drain(pool, old, stock, KV_MAGAZINE_SLOTS) > 0);
 	stop();
 }
 
