@@ -271,21 +271,23 @@ int kvc_unpin(struct kvc_pool *pool, const struct kv_grant *pages, uint32_t nr)
 	return kvc_free(pool, pages, nr);
 }
 
-/* Return: 0; KV_BUSY some wait for a step; as kvc_ret_send(). */
+/*
+ * The pool stays while the call works on it: kvc_pool_close() waits. One that was lost in a
+ * restart has nothing to free, and is no reason to leave the others' frees.
+ * Return: 0; KV_BUSY some wait for a step; as kvc_ret_send().
+ */
 static int flush_pool(struct kvc *c, u32 slot, u64 deadline_ns)
 {
-	struct kvc_pool *pool;
+	struct kvc_pool *pool = kvc_pool_use(c, slot);
 	int r;
 
-	pthread_mutex_lock(&c->lock);
-	pool = c->pools[slot];
-	pthread_mutex_unlock(&c->lock);
 	if (!pool)
 		return 0;
 	r = kvc_ret_send(pool, 1, deadline_ns);
 	if (!r && kv_load_relaxed32(&pool->ret_nr))
 		r = KV_BUSY;
-	return r;
+	kvc_pool_unuse(pool);
+	return r == -ESHUTDOWN ? 0 : r;
 }
 
 int kvc_flush(struct kvc *c)

@@ -372,6 +372,8 @@ struct kvc_pool {
 	u64 serial; /* never reused in this process */
 	u32 slot;   /* index in kvc.pools and kvc_link.tables */
 	u32 refs;
+	u32 users;    /* calls that name no pool and are at this one; atomic */
+	bool closing; /* its last close waits for them */
 	u32 pool_id;
 	u32 backend;
 	u64 fingerprint;
@@ -405,13 +407,19 @@ struct kvc_pool {
 };
 
 void kvc_pool_destroy_locked(struct kvc_pool *pool);
-void kvc_pool_free_memory(struct kvc_pool *pool);
 int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns);
 int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in);
 int kvc_extents_removed_locked(struct kvc_pool *pool, const struct kv_msg_extents *m);
 void kvc_extents_sweep_locked(struct kvc_pool *pool);
 void kvc_extents_orphan_locked(struct kvc_pool *pool);
 void kvc_extents_run_locked(struct kvc_pool *pool);
+
+/* ------------------------------------------------------------------------------- pool.c
+ */
+
+void kvc_pool_free_memory(struct kvc_pool *pool);
+struct kvc_pool *kvc_pool_use(struct kvc *c, u32 slot);
+void kvc_pool_unuse(struct kvc_pool *pool);
 
 /* -------------------------------------------------------------------------------- gpu.c
  */

@@ -11,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define USERS_NS (100 * KV_NSEC_PER_USEC)
+
 static int check_args(const struct kv_layout *layout, const float *scales)
 {
 	if (!layout)
@@ -174,6 +176,46 @@ int kvc_pool_open(struct kvc *c, const struct kv_layout *layout, const float *sc
 	return r == -EEXIST ? 0 : r;
 }
 
+/** kvc_pool_use() - the pool in @slot, which is not closed before kvc_pool_unuse(); or NULL
+ */
+struct kvc_pool *kvc_pool_use(struct kvc *c, u32 slot)
+{
+	struct kvc_pool *pool;
+
+	pthread_mutex_lock(&c->lock);
+	pool = c->pools[slot];
+	if (pool && !pool->refs)
+		pool = NULL; /* its close waits for others */
+	if (pool)
+		__atomic_add_fetch(&pool->users, 1, __ATOMIC_RELAXED);
+	pthread_mutex_unlock(&c->lock);
+	return pool;
+}
+
+/** kvc_pool_unuse() - the call is over */
+void kvc_pool_unuse(struct kvc_pool *pool)
+{
+	__atomic_sub_fetch(&pool->users, 1, __ATOMIC_RELEASE);
+}
+
+/* Calls that name no pool may be at this one. Return: false: it was opened again, or
+ * another close waits already. */
+static bool last_user_gone(struct kvc_pool *pool)
+{
+	struct kvc *c = pool->c;
+
+	if (pool->closing)
+		return false;
+	pool->closing = true;
+	while (__atomic_load_n(&pool->users, __ATOMIC_ACQUIRE)) {
+		pthread_mutex_unlock(&c->lock);
+		kvc_sleep_ns(USERS_NS);
+		pthread_mutex_lock(&c->lock);
+	}
+	pool->closing = false;
+	return !pool->refs;
+}
+
 void kvc_pool_close(struct kvc_pool *pool)
 {
 	struct kvc *c;
@@ -182,7 +224,7 @@ void kvc_pool_close(struct kvc_pool *pool)
 		return;
 	c = pool->c;
 	pthread_mutex_lock(&c->lock);
-	if (--pool->refs == 0) {
+	if (--pool->refs == 0 && last_user_gone(pool)) {
 		kvc_mag_forget_pool_locked(pool);
 		kvc_pool_destroy_locked(pool);
 	}

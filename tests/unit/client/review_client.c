@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Rules that a review found broken once: frees that were never sent, slow reconnects. */
+#include "libkvclient/internal.h"
 #include "tests/unit/client/common.h"
 
 #include <sys/socket.h>
@@ -74,6 +75,84 @@ KVT_TEST(a_slow_reconnect_does_not_lose_the_pool)
 	expect_within(!__atomic_load_n(&f.silent_pools, __ATOMIC_ACQUIRE), 1000);
 	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0);
 	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &g), 0);
+	kvc_close(c);
+	fake_stop(&f);
+}
+
+/* ------------------------------------------------------------------- several pools */
+
+static u64 free_waits;
+
+static bool withhold_free(struct fake *fake, const struct kv_sqe *sqe, struct kv_cqe *cqe)
+{
+	if (sqe->opcode != KV_OP_FREE)
+		return fake_serve(fake, sqe, cqe);
+	__atomic_store_n(&free_waits, sqe->user_data, __ATOMIC_RELEASE);
+	return false;
+}
+
+static void *flush(void *conn)
+{
+	return (void *)(intptr_t)kvc_flush(conn);
+}
+
+static void *close_pool(void *pool)
+{
+	kvc_pool_close(pool);
+	return NULL;
+}
+
+/* kvc_flush() names no pool: one that is closed beside it stays until it is through. */
+KVT_TEST(pool_is_not_closed_under_a_flush)
+{
+	pthread_t flusher, closer;
+	struct kv_grant pages[4];
+	struct kvc_pool *pool;
+	struct kvc *c;
+	void *ret;
+
+	memset(&f, 0, sizeof(f));
+	f.serve = withhold_free;
+	fake_start(&f);
+	c = fake_connect(&f, 10000);
+	pool = fake_pool(&f, c);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 4, KV_GFP_NOWAIT, pages), 0);
+	KVT_EXPECT_EQ(kvc_free(pool, pages, 4), 0);
+	KVT_EXPECT(!pthread_create(&flusher, NULL, flush, c));
+	expect_within(__atomic_load_n(&free_waits, __ATOMIC_ACQUIRE), 5000);
+	KVT_EXPECT(!pthread_create(&closer, NULL, close_pool, pool));
+	usleep(50000);
+	KVT_EXPECT_EQ(__atomic_load_n(&f.pools_closed, __ATOMIC_ACQUIRE), 0);
+	fake_post(&f, (struct kv_cqe){.user_data = free_waits, .nr = 4});
+	KVT_EXPECT(!pthread_join(flusher, &ret));
+	KVT_EXPECT_EQ((int)(intptr_t)ret, 0);
+	KVT_EXPECT(!pthread_join(closer, NULL));
+	expect_within(__atomic_load_n(&f.pools_closed, __ATOMIC_ACQUIRE) == 1, 5000);
+	kvc_close(c);
+	fake_stop(&f);
+}
+
+/* A pool that came back different after a restart does not keep the others' frees. */
+KVT_TEST(lost_pool_does_not_stop_a_flush)
+{
+	struct kv_layout layout = fake_layout();
+	struct kvc_pool *lost, *pool;
+	struct kv_grant pages[5];
+	struct kvc *c;
+
+	memset(&f, 0, sizeof(f));
+	fake_start(&f);
+	c = fake_connect(&f, 1000);
+	lost = fake_pool(&f, c);
+	layout.model_id[0] = 1;
+	KVT_EXPECT_EQ(kvc_pool_open(c, &layout, NULL, NULL, &pool), 0);
+	KVT_EXPECT(lost->slot < pool->slot);
+	KVT_EXPECT_EQ(kvc_alloc(lost, 5, KV_GFP_NOWAIT, pages), 0);
+	lost->broken = -ESHUTDOWN; /* as adopt() says it */
+	KVT_EXPECT_EQ(kvc_free(lost, pages, 1), 0);
+	KVT_EXPECT_EQ(kvc_free(pool, pages + 1, 4), 0); /* the script knows but pages */
+	KVT_EXPECT_EQ(kvc_flush(c), 0);
+	KVT_EXPECT_EQ(f.pages_freed, 4);
 	kvc_close(c);
 	fake_stop(&f);
 }
