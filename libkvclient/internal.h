@@ -253,6 +253,7 @@ struct kvc {
 	pthread_mutex_t lock;
 	struct kvc_link *link; /* current; changed under @lock, read without */
 	u64 next_serial;
+	u64 told_session; /* kvc_link.session_serial of the last EPOCH event */
 	int epoll_fd; /* socket and wake_fd: kvc_event_fd() */
 	int wake_fd;  /* readable while events are queued */
 	struct kvc_pool *pools[KV_POOLS_MAX];

@@ -318,6 +318,7 @@ int kvc_open(const struct kvc_options *opt, struct kvc **ret_c)
 	r = kvc_link_open(c, kvc_deadline(c), &c->link);
 	if (r)
 		goto free_c;
+	c->told_session = c->link->session_serial;
 	r = kvc_link_watch(c);
 	if (r)
 		goto destroy_link;

@@ -100,6 +100,8 @@ static void close_known(struct kvc *c, struct kvc_link *link)
  */
 static int adopt(struct kvc *c, struct kvc_link *link, u64 deadline_ns)
 {
+	bool kept;
+
 	if (link->resumed && users_gone(c->link, deadline_ns)) {
 		kvc_link_destroy(link);
 		return -ETIMEDOUT;
@@ -136,10 +138,13 @@ static int adopt(struct kvc *c, struct kvc_link *link, u64 deadline_ns)
 				kvc_strerror(c));
 	}
 	close_known(c, link);
-	kvc_event_queue_locked(c, KV_MSG_EPOCH, NULL, link->resumed, NULL);
+	/* of a session that began and was lost before its pools were open nobody was told */
+	kept = c->told_session == link->session_serial;
+	c->told_session = link->session_serial;
+	kvc_event_queue_locked(c, KV_MSG_EPOCH, NULL, kept, NULL);
 	kvc_log(c, KVC_LOG_INFO, "connected again, table_epoch %llu, %s",
 		(unsigned long long)link->table_epoch,
-		link->resumed ? "session taken up" : "new session");
+		kept ? "session taken up" : "new session");
 	kvc_links_collect_locked(c, false);
 	return 0;
 }

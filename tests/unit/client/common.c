@@ -188,6 +188,8 @@ static void send_kept(struct fake *f)
 
 		if (fd < 0)
 			continue;
+		if (ftruncate(fd, (off_t)f->geometry.extent_bytes))
+			KVT_FAIL("extent memfd: %s", strerror(errno));
 		send_extents(f, KV_MSG_EXTENT_ADDED, i, f->extent_serial[i], fd);
 		close(fd);
 	}
@@ -432,6 +434,8 @@ static bool serve_socket(struct fake *f)
 		__atomic_sub_fetch(&f->silent_pools, 1, __ATOMIC_RELEASE);
 	else if (m->type == KV_MSG_POOL_OPEN && f->hang_up_pools) {
 		__atomic_sub_fetch(&f->hang_up_pools, 1, __ATOMIC_RELEASE);
+		f->resume = true;
+		f->table_epoch++;
 		return false;
 	} else if (m->type == KV_MSG_POOL_OPEN)
 		reply_pool(f, m);

@@ -34,7 +34,8 @@ typedef bool fake_serve_fn(struct fake *f, const struct kv_sqe *sqe, struct kv_c
  * @silent_pools: so many POOL_OPENs get no answer
  * @resume: the next HELLO takes the session up: same page, tags and extents; @leases are
  *	what it is said to hold
- * @hang_up_pools: so many POOL_OPENs are answered by a hang-up
+ * @hang_up_pools: so many POOL_OPENs are answered by a hang-up, and the next kvmd takes the
+ *	session up
  * @pools_closed: POOL_CLOSE seen
  * @served: requests by opcode
  */

@@ -112,6 +112,44 @@ KVT_TEST(extent_never_given_cannot_be_removed)
 	stop();
 }
 
+/* -------------------------------------------------------------------------- events */
+
+static u32 nr_epochs, kept;
+
+static void on_event(void *arg, const struct kvc_event *event)
+{
+	if (event->type != KV_MSG_EPOCH)
+		return;
+	nr_epochs++;
+	kept = event->nr;
+}
+
+/* A kvmd without the session comes and goes before the pool is open, the one after it takes
+ * up what that one had begun: all leases are gone, whatever the last one says. */
+KVT_TEST(session_lost_half_way_is_told_as_lost)
+{
+	struct kv_grant g[4];
+	struct kv_stat st;
+
+	start();
+	KVT_EXPECT_EQ(kvc_alloc(pool, 4, KV_GFP_NOWAIT, g), 0);
+	f.hang_up_pools = 1;
+	next_kvmd(false);
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0);
+	KVT_EXPECT(f.resume && !f.hang_up_pools);
+	KVT_EXPECT_EQ(session_of(c), 2);
+	KVT_EXPECT(kvc_dispatch(c, on_event, NULL) > 0);
+	KVT_EXPECT_EQ(nr_epochs, 1);
+	KVT_EXPECT_EQ(kept, 0);
+	next_kvmd(true);
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0);
+	KVT_EXPECT(kvc_dispatch(c, on_event, NULL) > 0);
+	KVT_EXPECT_EQ(nr_epochs, 2);
+	KVT_EXPECT_EQ(kept, 1);
+	KVT_EXPECT_EQ(session_of(c), 2);
+	stop();
+}
+
 /* -------------------------------------------------------------------------- ledger */
 
 /*
