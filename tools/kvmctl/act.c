@@ -77,10 +77,14 @@ free_request:
 int ctl_evict(struct ctl *ctl)
 {
 	bool broad = strcmp(ctl->args.words[1], "page") != 0;
-	cJSON *request = evict_request(ctl), *reply = NULL;
 	bool dry_run = ctl->args.dry_run || (broad && !ctl->args.yes);
+	cJSON *request, *reply = NULL;
 	int r;
 
+	r = ctl_takes(ctl, broad ? 0 : CTL_TAKES_POOL | CTL_TAKES_REVOKE);
+	if (r)
+		return r;
+	request = evict_request(ctl);
 	if (!request)
 		return CTL_USAGE;
 	cJSON_AddBoolToObject(request, "dry_run", dry_run);
@@ -111,11 +115,8 @@ static void event_line(struct ctl *ctl, const char *text)
 {
 	cJSON *doc = cJSON_Parse(text), *item;
 
-	/* The first line only says that the stream has begun. */
-	if (!doc || cJSON_HasObjectItem(doc, "ok")) {
-		cJSON_Delete(doc);
+	if (!doc)
 		return;
-	}
 	if (ctl->args.json) {
 		ctl_json(ctl, doc, "event");
 		cJSON_Delete(doc);
@@ -157,6 +158,9 @@ int ctl_reload(struct ctl *ctl)
 	cJSON *reply = NULL;
 	int r;
 
+	r = ctl_takes(ctl, 0);
+	if (r)
+		return r;
 	r = ctl_ask(ctl, dry_request(ctl, "reload"), &reply);
 	if (r)
 		return r;
@@ -177,6 +181,9 @@ int ctl_upgrade(struct ctl *ctl)
 	cJSON *reply = NULL;
 	int r;
 
+	r = ctl_takes(ctl, 0);
+	if (r)
+		return r;
 	r = ctl_ask(ctl, dry_request(ctl, "upgrade"), &reply);
 	if (r)
 		return r;

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -22,9 +23,17 @@ cJSON *ctl_request(const char *op)
 	return request;
 }
 
+static int no_answer(struct ctl *ctl)
+{
+	return ctl_error(ctl, CTL_TIMEOUT, "no answer within %g s", ctl->args.timeout_s);
+}
+
 static int connect_error(struct ctl *ctl, int err)
 {
 	const char *path = ctl->args.socket;
+
+	if (err == EAGAIN) /* it lives and accepts nobody */
+		return no_answer(ctl);
 
 	if (err == EACCES || err == EPERM)
 		return ctl_error(ctl, CTL_DENIED,
@@ -36,10 +45,14 @@ static int connect_error(struct ctl *ctl, int err)
 	return ctl_error(ctl, CTL_FAILED, "%s: %s", path, strerror(err));
 }
 
-/* Return: fd >= 0; -exit code */
+/*
+ * A kvmd that hangs leaves its queue of connections to fill up, with those of all who gave
+ * up: then connect() waits as well. Return: fd >= 0; -exit code
+ */
 static int connect_admin(struct ctl *ctl)
 {
 	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	struct timeval wait = {.tv_sec = (time_t)ctl->args.timeout_s};
 	int fd;
 
 	if (strlen(ctl->args.socket) >= sizeof(addr.sun_path))
@@ -49,6 +62,10 @@ static int connect_admin(struct ctl *ctl)
 	fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
 	if (fd < 0)
 		return -ctl_error(ctl, CTL_FAILED, "socket: %s", strerror(errno));
+	wait.tv_usec = (suseconds_t)((ctl->args.timeout_s - (double)wait.tv_sec) * 1e6);
+	if (!wait.tv_sec && !wait.tv_usec)
+		wait.tv_usec = 1; /* 0 would be for ever */
+	setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof(wait));
 	if (connect(fd, (struct sockaddr *)&addr, sizeof(addr))) {
 		int err = errno;
 
@@ -88,17 +105,20 @@ static int wait_readable(struct ctl *ctl, int fd, u64 deadline_ns)
 	do {
 		now = kv_now_ns();
 		if (now >= deadline_ns)
-			return ctl_error(ctl, CTL_TIMEOUT, "no answer within %g s",
-					 ctl->args.timeout_s);
+			return no_answer(ctl);
 		r = poll(&p, 1, (int)((deadline_ns - now) / KV_NSEC_PER_MSEC) + 1);
 	} while (r == 0 || (r < 0 && errno == EINTR));
 	return r < 0 ? ctl_error(ctl, CTL_FAILED, "poll: %s", strerror(errno)) : CTL_OK;
 }
 
-/* Reads up to a newline. *ret_text is the caller's. */
-static int read_line(struct ctl *ctl, int fd, char **ret_text)
+static u64 deadline_of(const struct ctl *ctl)
 {
-	u64 deadline = kv_now_ns() + (u64)(ctl->args.timeout_s * 1e9);
+	return kv_now_ns() + (u64)(ctl->args.timeout_s * 1e9);
+}
+
+/* Reads up to a newline. *ret_text is the caller's. */
+static int read_line(struct ctl *ctl, int fd, u64 deadline, char **ret_text)
+{
 	size_t used = 0, room = 65536;
 	char *text = malloc(room), *more;
 	ssize_t n;
@@ -164,6 +184,7 @@ static int reply_check(struct ctl *ctl, cJSON *reply)
 
 int ctl_ask(struct ctl *ctl, cJSON *request, cJSON **ret_reply)
 {
+	u64 deadline = deadline_of(ctl);
 	char *text = NULL;
 	cJSON *reply;
 	int fd, r;
@@ -175,7 +196,7 @@ int ctl_ask(struct ctl *ctl, cJSON *request, cJSON **ret_reply)
 	}
 	r = send_request(ctl, fd, request);
 	if (!r)
-		r = read_line(ctl, fd, &text);
+		r = read_line(ctl, fd, deadline, &text);
 	close(fd);
 	if (r)
 		return r;
@@ -190,9 +211,21 @@ int ctl_ask(struct ctl *ctl, cJSON *request, cJSON **ret_reply)
 	return CTL_OK;
 }
 
+/* The first line says whether the stream has begun. Return: CTL_OK; exit code */
+static int stream_begun(struct ctl *ctl, const char *text)
+{
+	cJSON *reply = cJSON_Parse(text);
+	int r = reply_check(ctl, reply);
+
+	cJSON_Delete(reply);
+	return r;
+}
+
 int ctl_stream(struct ctl *ctl, cJSON *request,
 	       void (*line)(struct ctl *ctl, const char *text))
 {
+	u64 deadline = deadline_of(ctl);
+	bool begun = false;
 	char *text = NULL;
 	size_t room = 0;
 	ssize_t n;
@@ -205,18 +238,24 @@ int ctl_stream(struct ctl *ctl, cJSON *request,
 		return -fd;
 	}
 	r = send_request(ctl, fd, request);
+	if (!r)
+		r = wait_readable(ctl, fd, deadline);
 	f = r ? NULL : fdopen(fd, "r");
 	if (!f) {
 		close(fd);
 		return r ? r : CTL_FAILED;
 	}
-	while ((n = getline(&text, &room, f)) > 0) {
+	while (!r && (n = getline(&text, &room, f)) > 0) {
 		if (text[n - 1] == '\n')
 			text[n - 1] = 0;
-		line(ctl, text);
+		if (begun)
+			line(ctl, text);
+		else
+			r = stream_begun(ctl, text);
+		begun = true;
 		fflush(stdout);
 	}
 	free(text);
 	fclose(f);
-	return ctl_error(ctl, CTL_NO_DAEMON, "kvmd hung up");
+	return r ? r : ctl_error(ctl, CTL_NO_DAEMON, "kvmd hung up");
 }

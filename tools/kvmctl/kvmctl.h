@@ -182,6 +182,20 @@ void ctl_filter(struct ctl *ctl, cJSON *request);
 /** ctl_tier_lines() - tiers in `status`; nothing where there are none */
 void ctl_tier_lines(struct ctl *ctl, const cJSON *tiers);
 
+#define CTL_TAKES_POOL	 0x1u
+#define CTL_TAKES_REVOKE 0x2u
+#define CTL_TAKES_OFF	 0x4u
+#define CTL_TAKES_LIMITS 0x8u
+
+/**
+ * ctl_takes() - refuse options that a verb which changes something would pass over: it would
+ * do more, or other things, than was said
+ * @takes: CTL_TAKES_*
+ *
+ * Return: CTL_OK; CTL_USAGE, said.
+ */
+int ctl_takes(struct ctl *ctl, u32 takes);
+
 /* Verbs: show.c, memory.c, tier.c, steer.c, act.c, plan.c, doctor.c */
 int ctl_status(struct ctl *ctl);
 int ctl_ps(struct ctl *ctl);

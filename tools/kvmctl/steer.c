@@ -25,6 +25,36 @@ static int act(struct ctl *ctl, cJSON *request, const char *name,
 	return r;
 }
 
+int ctl_takes(struct ctl *ctl, u32 takes)
+{
+	const struct ctl_args *a = &ctl->args;
+	const struct {
+		const char *name;
+		bool given;
+		u32 bit;
+	} options[] = {
+		{"pool", a->pool >= 0, CTL_TAKES_POOL},
+		{"revoke", a->revoke, CTL_TAKES_REVOKE},
+		{"off", a->off, CTL_TAKES_OFF},
+		{"min", a->min_size != NULL, CTL_TAKES_LIMITS},
+		{"high", a->high_size != NULL, CTL_TAKES_LIMITS},
+		{"max", a->max_size != NULL, CTL_TAKES_LIMITS},
+		{"weight", a->weight >= 0, CTL_TAKES_LIMITS},
+		{"revision", a->revision >= 0, CTL_TAKES_LIMITS},
+		{"limit", a->limit >= 0, 0},
+		{"state", a->state != NULL, 0},
+	};
+
+	for (size_t i = 0; i < KV_ARRAY_SIZE(options); i++)
+		if (options[i].given && !(takes & options[i].bit))
+			return ctl_error(ctl, CTL_USAGE,
+					 "--%s: not for %s%s%s; nothing was done",
+					 options[i].name, ctl->verb->name,
+					 a->nr_words > 2 ? " " : "",
+					 a->nr_words > 2 ? a->words[1] : "");
+	return CTL_OK;
+}
+
 /* What is broad asks for --yes, unless it is a dry run. */
 static int unsure(struct ctl *ctl, const char *what)
 {
@@ -66,7 +96,9 @@ static int pin(struct ctl *ctl, const char *verb,
 	double pfn;
 	int r;
 
-	r = number(ctl, "page", ctl->args.words[1], &pfn);
+	r = ctl_takes(ctl, CTL_TAKES_POOL);
+	if (!r)
+		r = number(ctl, "page", ctl->args.words[1], &pfn);
 	if (r)
 		return r;
 	request = ctl_request(verb);
@@ -90,7 +122,8 @@ int ctl_unpin(struct ctl *ctl)
 static void drain_text(struct ctl *ctl, const cJSON *reply)
 {
 	if (ctl->args.off) {
-		printf("%s: it may have memory again\n", ctl->args.words[1]);
+		printf("%s: it %s memory again\n", ctl->args.words[1],
+		       ctl->args.dry_run ? "would be given" : "may have");
 		return;
 	}
 	printf("%s %.0f cached pages; %.0f in use or on their way back, %.0f sessions\n",
@@ -101,8 +134,10 @@ static void drain_text(struct ctl *ctl, const cJSON *reply)
 int ctl_drain(struct ctl *ctl)
 {
 	cJSON *request;
-	int r = ctl->args.off ? CTL_OK : unsure(ctl, "drain");
+	int r = ctl_takes(ctl, CTL_TAKES_OFF);
 
+	if (!r && !ctl->args.off)
+		r = unsure(ctl, "drain");
 	if (r)
 		return r;
 	request = ctl_request("drain");
@@ -166,9 +201,12 @@ static int add_revision(struct ctl *ctl, cJSON *request)
 int ctl_limit(struct ctl *ctl)
 {
 	const struct ctl_args *args = &ctl->args;
-	cJSON *request = ctl_request("limit");
-	int r;
+	int r = ctl_takes(ctl, CTL_TAKES_LIMITS);
+	cJSON *request;
 
+	if (r)
+		return r;
+	request = ctl_request("limit");
 	cJSON_AddStringToObject(request, "tenant", args->words[1]);
 	if (!args->min_size && !args->high_size && !args->max_size && args->weight < 0)
 		r = ctl_error(
@@ -211,7 +249,9 @@ int ctl_revoke(struct ctl *ctl)
 		ctl->args.revoke = true;
 		return ctl_evict(ctl);
 	}
-	r = unsure(ctl, "revoke");
+	r = ctl_takes(ctl, 0);
+	if (!r)
+		r = unsure(ctl, "revoke");
 	if (r)
 		return r;
 	if (!strcmp(what, "tenant")) {

@@ -141,6 +141,41 @@ KVT_TEST(usage_is_2)
 	daemon_stop(&d);
 }
 
+/* An option that a verb would pass over made it do more than was said: refused, by name. */
+KVT_TEST(acting_verbs_refuse_options_that_are_not_theirs)
+{
+	static const char *const lines[] = {
+		"evict tenant default --pool 1 --yes",
+		"evict domain default --pool 1 --yes",
+		"evict tenant default --revoke --yes",
+		"evict pool 1 --pool 2 --yes",
+		"evict pool 1 --limit 5 --yes",
+		"evict pool 1 --state cached --yes",
+		"revoke tenant default --pool 1 --yes",
+		"revoke session 1 --pool 1 --yes",
+		"drain default --pool 1 --yes",
+		"drain default --max 1GiB --yes",
+		"limit default --max 1GiB --pool 1",
+		"limit default --max 1GiB --off",
+		"pin 1 --revoke",
+		"reload --pool 1",
+		"upgrade --pool 1",
+	};
+	struct raw c;
+
+	daemon_start(&d, NULL);
+	raw_open(&c, &d);
+	for (size_t i = 0; i < sizeof(lines) / sizeof(lines[0]); i++) {
+		if (ctl(lines[i]) != 2)
+			KVT_FAIL("\"%s\" is not 2", lines[i]);
+		KVT_EXPECT_HAS(err, "nothing was done");
+	}
+	KVT_EXPECT_EQ(ctl("drain default --off --dry-run"), 0);
+	KVT_EXPECT_HAS(out, "would be given memory");
+	raw_close(&c);
+	daemon_stop(&d);
+}
+
 KVT_TEST(no_daemon_is_3)
 {
 	KVT_EXPECT_EQ(ctl("ps --socket /tmp/kvt-no-such.sock"), 3);
@@ -182,6 +217,8 @@ KVT_TEST(other_users_are_5)
 	KVT_EXPECT_EQ(ctl_as(64103, "status"), 5); /* by the socket's mode */
 	chmod(d.admin_path, 0666);
 	KVT_EXPECT_EQ(ctl_as(64103, "status"), 5); /* by its credentials */
+	KVT_EXPECT_HAS(err, "only root");
+	KVT_EXPECT_EQ(ctl_as(64103, "events"), 5);
 	KVT_EXPECT_HAS(err, "only root");
 	chmod(d.dir, 0700);
 	daemon_stop(&d);
@@ -269,6 +306,31 @@ KVT_TEST(no_answer_in_time_is_124)
 	snprintf(addr.sun_path, sizeof(addr.sun_path), "/tmp/kvt-mute-%d.sock", getpid());
 	KVT_EXPECT(!bind(fd, (struct sockaddr *)&addr, sizeof(addr)) && !listen(fd, 4));
 	snprintf(line, sizeof(line), "ps --timeout 0.2 --socket %s", addr.sun_path);
+	KVT_EXPECT_EQ(ctl(line), 124);
+	snprintf(line, sizeof(line), "events --timeout 0.2 --socket %s", addr.sun_path);
+	KVT_EXPECT_EQ(ctl(line), 124);
+	unlink(addr.sun_path);
+	close(fd);
+}
+
+/* A kvmd that hangs, and so many have asked it and given up that nobody gets in any more. */
+KVT_TEST(no_room_to_ask_is_124)
+{
+	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	int fd = socket(AF_UNIX, SOCK_STREAM, 0), nr = 0, one;
+	char line[200];
+
+	snprintf(addr.sun_path, sizeof(addr.sun_path), "/tmp/kvt-full-%d.sock", getpid());
+	KVT_EXPECT(!bind(fd, (struct sockaddr *)&addr, sizeof(addr)) && !listen(fd, 1));
+	do {
+		one = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0);
+	} while (!connect(one, (struct sockaddr *)&addr, sizeof(addr)) && nr++ < 100);
+	KVT_EXPECT_EQ(errno, EAGAIN);
+	snprintf(line, sizeof(line), "status --timeout 0.2 --socket %s", addr.sun_path);
+	KVT_EXPECT_EQ(ctl(line), 124);
+	KVT_EXPECT_HAS(err, "no answer within 0.2 s");
+	snprintf(line, sizeof(line), "events --timeout 0.0000001 --socket %s",
+		 addr.sun_path);
 	KVT_EXPECT_EQ(ctl(line), 124);
 	unlink(addr.sun_path);
 	close(fd);
