@@ -23,6 +23,7 @@ struct event {
 	u32 type;
 	u32 nr;
 	struct kvc_pool *pool;
+	u64 pool_serial;
 	struct kv_page_ref pages[];
 };
 
@@ -60,6 +61,7 @@ int kvc_event_queue_locked(struct kvc *c, u32 type, struct kvc_pool *pool, u32 n
 	e->type = type;
 	e->nr = nr;
 	e->pool = pool;
+	e->pool_serial = pool ? pool->serial : 0;
 	if (bytes)
 		memcpy(e->pages, pages, bytes);
 	list_add_tail(&c->events, &e->node);
@@ -236,14 +238,16 @@ int kvc_event_fd(struct kvc *c)
 	return kvc_poisoned(c) ? -EOWNERDEAD : c->epoll_fd;
 }
 
-/* A callback may close a pool that a later event names. */
-static bool pool_is_open(struct kvc *c, const struct kvc_pool *pool)
+/* A callback may close a pool that a later event names; one that is opened then may lie
+ * where that one lay. */
+static bool pool_is_open(struct kvc *c, const struct event *e)
 {
-	bool found = !pool;
+	bool found = !e->pool;
 
 	pthread_mutex_lock(&c->lock);
 	for (u32 i = 0; i < KV_POOLS_MAX; i++)
-		found |= c->pools[i] == pool;
+		found |= e->pool && c->pools[i] == e->pool &&
+			 c->pools[i]->serial == e->pool_serial;
 	pthread_mutex_unlock(&c->lock);
 	return found;
 }
@@ -259,7 +263,7 @@ static int call_back(struct kvc *c, struct list_node *events,
 
 		if (e->type == KV_MSG_REVOKE)
 			out.pages = e->pages;
-		if (fn && pool_is_open(c, e->pool))
+		if (fn && pool_is_open(c, e))
 			fn(arg, &out);
 		list_del(&e->node);
 		free(e);

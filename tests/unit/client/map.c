@@ -179,6 +179,42 @@ KVT_TEST(events_reach_the_callback_in_order)
 	stop();
 }
 
+static u32 nr_revokes;
+static struct kvc_pool *first_pool;
+
+/* At the first one the pool is closed, and another opened where it lay. */
+static void reopen_on_revoke(void *arg, const struct kvc_event *event)
+{
+	if (event->type != KV_MSG_REVOKE || nr_revokes++)
+		return;
+	first_pool = pool;
+	for (u32 i = 0; i < 64; i++) {
+		kvc_pool_close(pool);
+		pool = fake_pool(&fake, c);
+		if (pool == first_pool)
+			break;
+	}
+}
+
+/* A pool's events are not the next one's, wherever that lies. */
+KVT_TEST(events_of_a_closed_pool_are_not_the_next_ones)
+{
+	struct kv_page_ref ref = {.pfn = 5, .tag = 7};
+
+	start();
+	for (u32 i = 0; i < 16; i++) { /* what malloc() keeps for others is full then */
+		kvc_pool_close(pool);
+		pool = fake_pool(&fake, c);
+	}
+	fake_send_revoke(&fake, &ref, 1);
+	fake_send_revoke(&fake, &ref, 1);
+	KVT_EXPECT_EQ(kvc_dispatch(c, reopen_on_revoke, NULL), 2);
+	if (pool != first_pool)
+		KVT_NOTE("no pool came to lie where the first one lay");
+	KVT_EXPECT_EQ(nr_revokes, 1);
+	stop();
+}
+
 /* cases O01: second open of one handle (ucx 3192) */
 KVT_TEST(o01_same_layout_is_the_same_pool)
 {
