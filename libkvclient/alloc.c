@@ -348,13 +348,16 @@ static u32 first_unmapped(const struct kvc_pool *pool, const struct kv_grant *pa
  * kvmd sends EXTENT_ADDED before it completes the request that uses the extent, so one
  * look at the socket must be enough.
  *
- * Context: no lock held; may wait for steps of a lost connection, up to the timeout.
- * Return: 0; -ENOMEM the mapping fails; -EPROTO kvmd did not send the extent; -ETIMEDOUT.
+ * Context: no lock held; may wait for steps of a lost connection, and for a kvmd that went
+ *	between its answer and now, up to the timeout.
+ * Return: 0; -ENOMEM the mapping fails; -EPROTO kvmd did not send the extent; -ETIMEDOUT,
+ *	also when the pages went with their session.
  */
 int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr,
 		     size_t stride)
 {
 	struct kvc *c = pool->c;
+	bool lost = false;
 	u64 deadline_ns;
 	u32 i;
 	int r;
@@ -373,13 +376,17 @@ int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr
 		r = kvc_sock_read_locked(c);
 		kvc_extents_run_locked(pool);
 		i = first_unmapped(pool, pages, nr, stride);
+		lost |= c->link->dead;
+		/* what it had sent went with it: the next one sends it again */
+		if (i < nr && c->link->dead && !kvc_link_alive_locked(c, deadline_ns))
+			i = first_unmapped(pool, pages, nr, stride);
 		g = (const void *)((const u8 *)pages + i * stride);
 		if (i < nr && g->pfn < pool->geometry.nr_pages)
 			e = &pool->extents[g->pfn >> pool->geometry.shift];
 		if (i < nr && e && e->fd >= 0)
 			r = e->state == KVC_EXTENT_NONE ? -ENOMEM : -EAGAIN;
 		else if (i < nr)
-			r = r == -ENOBUFS ? -ENOMEM : -EPROTO;
+			r = r == -ENOBUFS ? -ENOMEM : lost ? -ETIMEDOUT : -EPROTO;
 		pthread_mutex_unlock(&c->lock);
 		if (i == nr)
 			return 0;

@@ -112,6 +112,81 @@ KVT_TEST(extent_never_given_cannot_be_removed)
 	stop();
 }
 
+static u64 alloc_waits;
+static u32 alloc_ret_off;
+
+static bool withhold_alloc(struct fake *fake, const struct kv_sqe *sqe,
+			   struct kv_cqe *cqe)
+{
+	if (sqe->opcode != KV_OP_ALLOC)
+		return fake_serve(fake, sqe, cqe);
+	alloc_ret_off = sqe->ret_off;
+	__atomic_store_n(&alloc_waits, sqe->user_data, __ATOMIC_RELEASE);
+	return false;
+}
+
+static void *alloc_two(void *ret_pages)
+{
+	return (void *)(intptr_t)kvc_alloc(pool, 2, KV_GFP_NOWAIT, ret_pages);
+}
+
+/*
+ * An allocation has its answer; before it has read of the new extent its pages lie in,
+ * another thread finds kvmd gone and gives the connection up.
+ */
+static int alloc_over_a_restart(bool resume, struct kv_grant *ret_pages)
+{
+	struct kv_grant *grants;
+	pthread_t thread;
+	u32 head;
+	void *ret;
+
+	f.serve = withhold_alloc;
+	fake_start(&f);
+	c = fake_connect(&f, 10000);
+	pool = fake_pool(&f, c);
+	KVT_EXPECT(!pthread_create(&thread, NULL, alloc_two, ret_pages));
+	expect_within(__atomic_load_n(&alloc_waits, __ATOMIC_ACQUIRE), 5000);
+	pthread_mutex_lock(&c->lock);
+	grants = fake_arg(&f, alloc_ret_off);
+	for (u32 i = 0; i < 2; i++) {
+		grants[i] =
+			(struct kv_grant){.pfn = 32 + i, .tag = fake_give(&f, 32 + i)};
+		f.leases[i] =
+			(struct kv_lease){.pfn = 32 + i, .refs = 1, .tag = grants[i].tag};
+	}
+	f.nr_leases = 2;
+	f.extent_serial[2] = ++f.next_serial; /* and nobody is told */
+	head = f.ring->cq_head;
+	fake_post(&f, (struct kv_cqe){.user_data = alloc_waits, .nr = 2});
+	expect_within(kv_load_acquire32(&f.ring->cq_head) != head, 5000);
+	next_kvmd(resume);
+	kvc_link_dead_locked(c->link, -ECONNRESET); /* as kvc_attach_again() does */
+	pthread_mutex_unlock(&c->lock);
+	KVT_EXPECT(!pthread_join(thread, &ret));
+	return (int)(intptr_t)ret;
+}
+
+KVT_TEST(answer_of_a_kvmd_that_went_is_good_with_the_next)
+{
+	struct kv_grant g[2];
+
+	KVT_EXPECT_EQ(alloc_over_a_restart(true, g), 0);
+	KVT_EXPECT_EQ(g[0].pfn, 32);
+	KVT_EXPECT(mapped(2));
+	KVT_EXPECT_EQ(session_of(c), 1);
+	stop();
+}
+
+KVT_TEST(answer_that_went_with_its_session_is_none)
+{
+	struct kv_grant g[2];
+
+	KVT_EXPECT_EQ(alloc_over_a_restart(false, g), -ETIMEDOUT);
+	KVT_EXPECT_EQ(session_of(c), 2);
+	stop();
+}
+
 /* -------------------------------------------------------------------------- events */
 
 static u32 nr_epochs, kept;
