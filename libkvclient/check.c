@@ -255,24 +255,42 @@ static void report_row(struct kvc_step *step, const struct kvc_walk *w, u32 row,
 /*
  * A page that died since the check was revoked, or freed by its own session: an outcome.
  * What else differs from the verdict is an incident; the first row of a request tells it.
+ * The mirror may be another table's by now: where the last check was of a step on another
+ * connection it says nothing of these rows.
  */
-static void walk_request(struct kvc_step *step, const struct kvc_walk *w)
+static u32 walk_rows(struct kvc_step *step, const struct kvc_walk *w, u32 *ret_row,
+		     u64 *ret_tag)
 {
 	const u64 *tags = (const u64 *)(w->pool->mirror + 1);
 	u32 nr_pages = w->pool->geometry.nr_pages;
 
+	if (w->pool->mirror_link_serial != step->link->serial)
+		return 0;
 	for (u32 i = 0; i < w->nr_rows; i++) {
 		struct kv_row row = w->rows[i];
-		u64 tag = row.pfn < nr_pages ? kv_load_relaxed64(&tags[row.pfn]) : 0;
+		u64 tag = row.pfn < nr_pages ? tags[row.pfn] : 0;
 		u32 bits = kv_row_check(row, i, w->nonce, tag, nr_pages) & ~w->bits;
 
 		if ((bits & KV_BAD_DEAD) && kv_tag_gen(tag) > kv_tag_gen(row.expected))
 			bits &= ~(KV_BAD_DEAD | KV_BAD_GEN);
-		if (bits) {
-			report_row(step, w, i, tag, bits);
-			return;
-		}
+		*ret_row = i;
+		*ret_tag = tag;
+		if (bits)
+			return bits;
 	}
+	return 0;
+}
+
+static void walk_request(struct kvc_step *step, const struct kvc_walk *w)
+{
+	u32 row = 0, bits;
+	u64 tag = 0;
+
+	pthread_mutex_lock(&w->pool->mirror_lock);
+	bits = walk_rows(step, w, &row, &tag);
+	pthread_mutex_unlock(&w->pool->mirror_lock);
+	if (bits)
+		report_row(step, w, row, tag, bits);
 }
 
 /** kvc_walk_again() - strict: the rows of the step, once more */
