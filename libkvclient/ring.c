@@ -119,10 +119,20 @@ static void slot_free_locked(struct kvc_ring *ring, struct kvc_slot *slot)
 /* -------------------------------------------------------------------------- completions
  */
 
-/* Pages for a caller that has gone: they must not stay with a session that forgot them.
- */
+static void give_back_page(struct kvc_pool *pool, u32 pfn, u64 tag)
+{
+	struct kv_grant g = {.pfn = pfn, .tag = tag};
+
+	kvc_hold(pool, pfn, tag);
+	if (kvc_ret_add(pool, &g, 1))
+		kvc_log(pool->c, KVC_LOG_ERR, "pfn %u of a late answer is lost", pfn);
+}
+
+/* References for a caller that has gone: they must not stay with a session that forgot
+ * them. PIN's are its arguments. */
 static void give_back_locked(struct kvc_ring *ring, struct kvc_slot *slot)
 {
+	const struct kv_page_ref *pinned = (const void *)(ring->arg + slot->arg_off);
 	const u8 *ret = ring->arg + slot->ret_off;
 	u32 nr = slot->opcode == KV_OP_LOOKUP ? slot->cqe.nr : slot->nr;
 	size_t unit = slot->opcode == KV_OP_LOOKUP ? sizeof(struct kv_hit)
@@ -130,6 +140,11 @@ static void give_back_locked(struct kvc_ring *ring, struct kvc_slot *slot)
 
 	if (!slot->pool || slot->cqe.result || (slot->flags & KV_SQE_MAGAZINE))
 		return;
+	if (slot->opcode == KV_OP_PIN) {
+		for (u32 i = 0; i < nr; i++)
+			give_back_page(slot->pool, pinned[i].pfn, pinned[i].tag);
+		return;
+	}
 	if (slot->opcode != KV_OP_ALLOC && slot->opcode != KV_OP_FORK &&
 	    slot->opcode != KV_OP_LOOKUP)
 		return;
@@ -138,10 +153,7 @@ static void give_back_locked(struct kvc_ring *ring, struct kvc_slot *slot)
 		struct kv_grant g;
 
 		memcpy(&g, ret + (i + 1) * unit - sizeof(g), sizeof(g));
-		kvc_hold(slot->pool, g.pfn, g.tag);
-		if (kvc_ret_add(slot->pool, &g, 1))
-			kvc_log(slot->pool->c, KVC_LOG_ERR,
-				"pfn %u of a late answer is lost", g.pfn);
+		give_back_page(slot->pool, g.pfn, g.tag);
 	}
 }
 

@@ -207,6 +207,31 @@ KVT_TEST(pages_of_a_late_answer_go_back)
 	stop();
 }
 
+static bool serve_pin_late(struct fake *f, const struct kv_sqe *sqe, struct kv_cqe *cqe)
+{
+	if (sqe->opcode != KV_OP_PIN)
+		return fake_serve(f, sqe, cqe);
+	cqe->nr = sqe->nr;
+	late = *cqe;
+	return false;
+}
+
+/* A reference that a caller was told it did not get is not kept for it. */
+KVT_TEST(pins_of_a_late_answer_go_back)
+{
+	struct kv_grant pages[70];
+	struct kv_stat stat;
+
+	start(serve_pin_late, 1000);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 70, KV_GFP_NOWAIT, pages), 0);
+	KVT_EXPECT_EQ(kvc_pin(pool, pages, 70), -ETIMEDOUT);
+	fake_post(&fake, late);
+	KVT_EXPECT_EQ(kvc_stat(pool, &stat), 0); /* takes the late completion too */
+	KVT_EXPECT_EQ(kvc_flush(c), 0);
+	KVT_EXPECT_EQ(fake.pages_freed, 70);
+	stop();
+}
+
 /* ---------------------------------------------------------- argument area, threads */
 
 static bool serve_lookup(struct fake *f, const struct kv_sqe *sqe, struct kv_cqe *cqe)
