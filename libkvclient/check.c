@@ -52,11 +52,13 @@ static int check_row_pfns(struct kvc_pool *pool, const struct kv_row *rows, u32 
 int kvc_step_rows(struct kvc_step *step, struct kvc_pool *pool, const struct kv_row *rows,
 		  uint32_t nr_rows)
 {
-	u32 *stamps = stamps_of(step, pool);
 	u32 stamp = (u32)step->number ? (u32)step->number : 1;
-	u32 i;
+	u32 *stamps, i;
 	int r;
 
+	if (kvc_poisoned(step->c))
+		return kvc_fail(-EOWNERDEAD, "the process forked");
+	stamps = stamps_of(step, pool);
 	if (!stamps)
 		return kvc_fail(-ENOMEM, "out of memory");
 	r = check_row_pfns(pool, rows, nr_rows);
@@ -184,6 +186,8 @@ int kvc_step_check(struct kvc_step *step, struct kvc_pool *pool,
 	u32 mode = step->link->flags & KV_HELLO_CHECK_MASK;
 	int r = 0;
 
+	if (kvc_poisoned(step->c)) /* the table is not mapped here */
+		return kvc_fail(-EOWNERDEAD, "the process forked");
 	if (!table)
 		return kvc_fail(-EINVAL, "the pool is not open in the step's session");
 	if (mode == KV_CHECK_OFF || KV_MUTANT(no_check)) {

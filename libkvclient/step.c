@@ -228,6 +228,8 @@ void kvc_step_launched(struct kvc_step *step)
 {
 	struct kvc *c = step->c;
 
+	if (kvc_poisoned(c))
+		return;
 	if (!step->launch)
 		__atomic_store_n(
 			&step->launch,
@@ -361,6 +363,8 @@ int kvc_step_block(struct kvc_step *step, struct kvc_pool *pool, uint32_t stream
 	u64 head;
 	int r;
 
+	if (kvc_poisoned(step->c))
+		return kvc_fail(-EOWNERDEAD, "the process forked");
 	if (stream >= KVC_STREAMS)
 		return kvc_fail(-EINVAL, "stream=%u: 0 to %u are possible", stream,
 				KVC_STREAMS - 1);

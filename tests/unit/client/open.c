@@ -202,8 +202,30 @@ static int in_child(int (*fn)(void))
 	return WIFEXITED(status) ? WEXITSTATUS(status) : 200;
 }
 
+static struct kvc_step *inherited;
+
+/* A step of the parent's: its tables and its slot are not there. */
+static int step_calls_answer_ownerdead(void)
+{
+	struct kvc_check_request q = {.nr_rows = 0};
+	struct kv_row row = {0};
+	struct kv_verdict v;
+	static u8 block[65536];
+
+	if (kvc_step_block(inherited, pool, 0, block, sizeof(block)) != -EOWNERDEAD)
+		return 11;
+	if (kvc_step_rows(inherited, pool, &row, 1) != -EOWNERDEAD)
+		return 12;
+	if (kvc_step_check(inherited, pool, &q, 1, &v) != -EOWNERDEAD)
+		return 13;
+	kvc_step_launched(inherited);
+	kvc_step_retire(inherited);
+	return 0;
+}
+
 static int all_calls_answer_ownerdead(void)
 {
+	struct kv_incident incident = {0};
 	struct kv_grant g = {0};
 	struct kvc_step *step;
 	struct kv_stat stat;
@@ -233,8 +255,12 @@ static int all_calls_answer_ownerdead(void)
 		return 9;
 	if (strcmp(kvc_strerror(c), "the process forked"))
 		return 10;
+	if (kvc_report(pool, &incident) != -EOWNERDEAD ||
+	    kvc_prefetch(pool, tokens, 64, 1, &nr) != -EOWNERDEAD)
+		return 14;
+	nr = (u32)step_calls_answer_ownerdead();
 	kvc_close(c);
-	return 0;
+	return (int)nr;
 }
 
 KVT_TEST(forked_child_is_poisoned)
@@ -244,7 +270,9 @@ KVT_TEST(forked_child_is_poisoned)
 	fake_start(&fake);
 	c = fake_connect(&fake, 1000);
 	pool = fake_pool(&fake, c);
+	KVT_EXPECT_EQ(kvc_step_begin(c, &inherited), 0);
 	KVT_EXPECT_EQ(in_child(all_calls_answer_ownerdead), 0);
+	kvc_step_retire(inherited);
 	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &g), 0); /* the parent goes on */
 	kvc_close(c);
 	fake_stop(&fake);
