@@ -408,6 +408,7 @@ struct kvc_pool {
 };
 
 void kvc_pool_destroy_locked(struct kvc_pool *pool);
+void kvc_pool_send_close_locked(struct kvc_pool *pool, struct kvc_link *link);
 int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 deadline_ns);
 int kvc_extents_added_locked(struct kvc_pool *pool, struct kvc_msg_in *in);
 int kvc_extents_removed_locked(struct kvc_pool *pool, const struct kv_msg_extents *m);

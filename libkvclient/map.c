@@ -473,8 +473,9 @@ static void drop_table(struct kvc_pool *pool, struct kvc_link *link)
 	t->map = NULL;
 }
 
-/* kvmd drops what the session held in the pool. */
-static void send_close(struct kvc_pool *pool, struct kvc_link *link)
+/** kvc_pool_send_close_locked() - kvmd drops what the session held in the pool, and tells no
+ * more of it */
+void kvc_pool_send_close_locked(struct kvc_pool *pool, struct kvc_link *link)
 {
 	struct kv_msg_pool_close m = {.msg = {.magic = KV_MSG_MAGIC,
 					      .type = KV_MSG_POOL_CLOSE,
@@ -523,7 +524,7 @@ void kvc_pool_destroy_locked(struct kvc_pool *pool)
 	/* POOL_CLOSE says that no handle is open: kvmd may free the memory. */
 	if (pool->base && pool->backend == KV_BACKEND_CUDA_LEGACY && unreserve(pool))
 		pool->opened = false;
-	send_close(pool, link);
+	kvc_pool_send_close_locked(pool, link);
 	for (struct kvc_link *l = attached ? link : NULL; l; l = l->older)
 		drop_table(pool, l);
 	for (u32 i = 0; i < pool->nr_extents; i++)

@@ -133,9 +133,13 @@ static int adopt(struct kvc *c, struct kvc_link *link, u64 deadline_ns)
 			kvc_link_dead_locked(link, -ETIMEDOUT);
 		if (link->dead)
 			return -ECONNRESET;
-		if (pool->broken)
-			kvc_log(c, KVC_LOG_ERR, "pool %u is lost: %s", pool->pool_id,
-				kvc_strerror(c));
+		if (!pool->broken)
+			continue;
+		kvc_log(c, KVC_LOG_ERR, "pool %u is lost: %s", pool->pool_id,
+			kvc_strerror(c));
+		/* of other memory, what kvmd tells of its extents is not for this one */
+		if (pool->broken == -ESHUTDOWN)
+			kvc_pool_send_close_locked(pool, link);
 	}
 	close_known(c, link);
 	/* of a session that began and was lost before its pools were open nobody was told */

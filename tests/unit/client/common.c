@@ -73,7 +73,9 @@ static void make_table(struct fake *f)
 	f->geometry = (struct kv_geometry){.stride_bytes = kv_page_stride(&f->layout),
 					   .shift = FAKE_SHIFT,
 					   .nr_pages = FAKE_PAGES};
-	f->geometry.extent_bytes = f->geometry.stride_bytes << FAKE_SHIFT;
+	if (f->half_extents)
+		f->geometry.shift--;
+	f->geometry.extent_bytes = f->geometry.stride_bytes << f->geometry.shift;
 	if (f->backend == KV_BACKEND_CUDA)
 		f->geometry.extent_bytes =
 			kv_round_up(f->geometry.extent_bytes, 2ull << 20);

@@ -37,6 +37,7 @@ typedef bool fake_serve_fn(struct fake *f, const struct kv_sqe *sqe, struct kv_c
  * @hang_up_pools: so many POOL_OPENs are answered by a hang-up, and the next kvmd takes the
  *	session up
  * @pools_closed: POOL_CLOSE seen
+ * @half_extents: pools are opened with extents of half the size
  * @served: requests by opcode
  */
 struct fake {
@@ -57,6 +58,7 @@ struct fake {
 	u32 nr_leases;
 	u32 hang_up_pools;
 	u32 pools_closed;
+	bool half_extents;
 	u32 backend;
 	u64 table_epoch;
 	int ring_fd, sq_efd, cq_efd, session_fd, table_fd;

@@ -225,6 +225,33 @@ KVT_TEST(session_lost_half_way_is_told_as_lost)
 	stop();
 }
 
+/* --------------------------------------------------------------------------- pools */
+
+/*
+ * kvmd was started anew with extents of another size: the pool is lost, its addresses are
+ * those of before. What comes of its extents must not end the connection, which has others.
+ */
+KVT_TEST(pool_of_another_geometry_is_given_up)
+{
+	struct kv_stat st;
+
+	start();
+	f.half_extents = true;
+	next_kvmd(false);
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), -ESHUTDOWN);
+	expect_within(__atomic_load_n(&f.pools_closed, __ATOMIC_ACQUIRE) == 1, 5000);
+	fake_extent_add(&f, 0);			       /* sent before it was read */
+	KVT_EXPECT_EQ(kvc_dispatch(c, NULL, NULL), 1); /* EPOCH */
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), -ESHUTDOWN);
+	KVT_EXPECT_EQ(session_of(c), 2);
+	kvc_pool_close(pool);
+	pool = fake_pool(&f, c);
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0);
+	kvc_pool_close(pool);
+	expect_within(__atomic_load_n(&f.pools_closed, __ATOMIC_ACQUIRE) == 2, 5000);
+	stop();
+}
+
 /* -------------------------------------------------------------------------- ledger */
 
 /*
