@@ -239,16 +239,14 @@ int kvc_event_fd(struct kvc *c)
 }
 
 /* A callback may close a pool that a later event names; one that is opened then may lie
- * where that one lay. */
+ * where that one lay. Without the lock: who connects again may hold it for long. */
 static bool pool_is_open(struct kvc *c, const struct event *e)
 {
 	bool found = !e->pool;
 
-	pthread_mutex_lock(&c->lock);
 	for (u32 i = 0; i < KV_POOLS_MAX; i++)
-		found |= e->pool && c->pools[i] == e->pool &&
-			 c->pools[i]->serial == e->pool_serial;
-	pthread_mutex_unlock(&c->lock);
+		found |= e->pool && __atomic_load_n(&c->open_serials[i],
+						    __ATOMIC_RELAXED) == e->pool_serial;
 	return found;
 }
 

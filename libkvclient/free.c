@@ -278,11 +278,12 @@ int kvc_unpin(struct kvc_pool *pool, const struct kv_grant *pages, uint32_t nr)
  */
 static int flush_pool(struct kvc *c, u32 slot, u64 deadline_ns)
 {
-	struct kvc_pool *pool = kvc_pool_use(c, slot);
+	struct kvc_pool *pool;
 	int r;
 
-	if (!pool)
-		return 0;
+	r = kvc_pool_use(c, slot, deadline_ns, &pool);
+	if (r || !pool)
+		return r;
 	r = kvc_ret_send(pool, 1, deadline_ns);
 	if (!r && kv_load_relaxed32(&pool->ret_nr))
 		r = KV_BUSY;

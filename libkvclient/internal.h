@@ -257,6 +257,7 @@ struct kvc {
 	int epoll_fd; /* socket and wake_fd: kvc_event_fd() */
 	int wake_fd;  /* readable while events are queued */
 	struct kvc_pool *pools[KV_POOLS_MAX];
+	u64 open_serials[KV_POOLS_MAX]; /* of @pools; 0 = none; read without @lock */
 	struct list_node events;
 	u32 nr_events;
 	u32 deferred; /* something waits for a retire */
@@ -420,8 +421,16 @@ void kvc_extents_run_locked(struct kvc_pool *pool);
  */
 
 void kvc_pool_free_memory(struct kvc_pool *pool);
-struct kvc_pool *kvc_pool_use(struct kvc *c, u32 slot);
+int kvc_pool_use(struct kvc *c, u32 slot, u64 deadline_ns, struct kvc_pool **ret_pool);
 void kvc_pool_unuse(struct kvc_pool *pool);
+
+/* @pool is in its slot now, or nobody is. Context: kvc.lock */
+static inline void kvc_pool_place_locked(struct kvc *c, u32 slot, struct kvc_pool *pool)
+{
+	c->pools[slot] = pool;
+	__atomic_store_n(&c->open_serials[slot], pool ? pool->serial : 0,
+			 __ATOMIC_RELAXED);
+}
 
 /* -------------------------------------------------------------------------------- gpu.c
  */

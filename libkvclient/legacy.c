@@ -68,7 +68,7 @@ int kvc_legacy_wait_locked(struct kvc_pool *pool, struct kvc_link *link, u64 dea
 	struct kvc *c = pool->c;
 	int r = address(pool);
 
-	c->pools[pool->slot] = pool; /* so that messages find it */
+	kvc_pool_place_locked(c, pool->slot, pool); /* so that messages find it */
 	while (r == -EAGAIN) {
 		r = kvc_sock_recv_until(link->sock, c->msg, deadline_ns);
 		if (r)
@@ -81,7 +81,7 @@ int kvc_legacy_wait_locked(struct kvc_pool *pool, struct kvc_link *link, u64 dea
 	}
 	if (!r)
 		return 0;
-	c->pools[pool->slot] = NULL;
+	kvc_pool_place_locked(c, pool->slot, NULL);
 	if (r == -ENOMEM)
 		return r;
 	if (r == -ETIMEDOUT)

@@ -517,7 +517,7 @@ void kvc_pool_destroy_locked(struct kvc_pool *pool)
 	bool attached = !c->pools[pool->slot] || c->pools[pool->slot] == pool;
 
 	if (attached)
-		c->pools[pool->slot] = NULL;
+		kvc_pool_place_locked(c, pool->slot, NULL);
 	kvc_events_drop_pool_locked(c, pool);
 	if (!link->gone)
 		kvc_ring_forget_pool(&link->ring, pool);

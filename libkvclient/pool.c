@@ -139,7 +139,7 @@ static int open_locked(struct kvc *c, struct kvc_pool *pool, u64 deadline_ns,
 	} while (r == -ECONNRESET);
 	if (r)
 		return r;
-	c->pools[slot] = pool;
+	kvc_pool_place_locked(c, slot, pool);
 	kvc_sock_read_locked(c);
 	*ret_pool = pool;
 	return 0;
@@ -176,20 +176,28 @@ int kvc_pool_open(struct kvc *c, const struct kv_layout *layout, const float *sc
 	return r == -EEXIST ? 0 : r;
 }
 
-/** kvc_pool_use() - the pool in @slot, which is not closed before kvc_pool_unuse(); or NULL
+/**
+ * kvc_pool_use() - the pool in @slot, which is not closed before kvc_pool_unuse()
+ * @ret_pool: NULL: none is there
+ *
+ * Return: 0; -ETIMEDOUT.
  */
-struct kvc_pool *kvc_pool_use(struct kvc *c, u32 slot)
+int kvc_pool_use(struct kvc *c, u32 slot, u64 deadline_ns, struct kvc_pool **ret_pool)
 {
 	struct kvc_pool *pool;
+	int r;
 
-	pthread_mutex_lock(&c->lock);
+	r = kvc_lock_until(&c->lock, deadline_ns);
+	if (r)
+		return kvc_fail(r, "another call is waiting for kvmd");
 	pool = c->pools[slot];
 	if (pool && !pool->refs)
 		pool = NULL; /* its close waits for others */
 	if (pool)
 		__atomic_add_fetch(&pool->users, 1, __ATOMIC_RELAXED);
 	pthread_mutex_unlock(&c->lock);
-	return pool;
+	*ret_pool = pool;
+	return 0;
 }
 
 /** kvc_pool_unuse() - the call is over */

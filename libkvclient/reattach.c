@@ -206,9 +206,11 @@ void kvc_link_put(struct kvc_link *link)
 	__atomic_sub_fetch(&link->users, 1, __ATOMIC_RELEASE);
 }
 
-static void mark_dead(struct kvc_link *link, int error)
+/* Who has the lock for longer than the call lasts finds out by itself. */
+static void mark_dead(struct kvc_link *link, int error, u64 deadline_ns)
 {
-	pthread_mutex_lock(&link->c->lock);
+	if (kv_load_relaxed32(&link->dead) || kvc_lock_until(&link->c->lock, deadline_ns))
+		return;
 	kvc_link_dead_locked(link, error);
 	pthread_mutex_unlock(&link->c->lock);
 }
@@ -261,7 +263,7 @@ int kvc_call(struct kvc *c, struct kvc_req *req, u64 deadline_ns)
 		/* First: whoever attaches again waits for the users of this link. */
 		kvc_link_put(link);
 		if (error)
-			mark_dead(link, error);
+			mark_dead(link, error, deadline_ns);
 		if (r == -ECONNRESET && kv_now_ns() < deadline_ns)
 			continue;
 		if (r == -ECONNRESET || r == -ETIMEDOUT)

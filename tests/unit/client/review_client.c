@@ -132,6 +132,87 @@ KVT_TEST(pool_is_not_closed_under_a_flush)
 	fake_stop(&f);
 }
 
+/* ---------------------------------------------------------------------- deadlines */
+
+static void *stat_one(void *pool)
+{
+	struct kv_stat st;
+
+	return (void *)(intptr_t)kvc_stat(pool, &st);
+}
+
+/* Who connects again holds the lock until its own deadline, another call until its own. */
+KVT_TEST(calls_end_while_another_holds_the_lock)
+{
+	struct kvc_pool *pool;
+	pthread_t thread;
+	struct kvc *c;
+	void *ret;
+
+	memset(&f, 0, sizeof(f));
+	nr_withheld = 0;
+	f.serve = withhold_stat;
+	fake_start(&f);
+	c = fake_connect(&f, 500);
+	pool = fake_pool(&f, c);
+	pthread_mutex_lock(&c->lock);
+	KVT_EXPECT(!pthread_create(&thread, NULL, flush, c));
+	KVT_EXPECT(!pthread_join(thread, &ret));
+	KVT_EXPECT_EQ((int)(intptr_t)ret, -ETIMEDOUT);
+	pthread_mutex_unlock(&c->lock);
+	/* now one that is under way when its connection is lost */
+	KVT_EXPECT(!pthread_create(&thread, NULL, stat_one, pool));
+	expect_within(__atomic_load_n(&nr_withheld, __ATOMIC_ACQUIRE) == 1, 5000);
+	pthread_mutex_lock(&c->lock);
+	kvc_ring_fail(&c->link->ring, -ECONNRESET);
+	KVT_EXPECT(!pthread_join(thread, &ret));
+	KVT_EXPECT_EQ((int)(intptr_t)ret, -ETIMEDOUT);
+	pthread_mutex_unlock(&c->lock);
+	kvc_close(c);
+	fake_stop(&f);
+}
+
+static struct kvc *locked;
+static u32 lock_is_held, events_seen;
+
+static void *hold_lock(void *arg)
+{
+	pthread_mutex_lock(&locked->lock);
+	__atomic_store_n(&lock_is_held, 1, __ATOMIC_RELEASE);
+	while (__atomic_load_n(&lock_is_held, __ATOMIC_ACQUIRE))
+		usleep(1000);
+	pthread_mutex_unlock(&locked->lock);
+	return NULL;
+}
+
+static void first_event_waits_for_a_holder(void *arg, const struct kvc_event *event)
+{
+	if (!events_seen++)
+		KVT_EXPECT(!pthread_create(arg, NULL, hold_lock, NULL));
+	expect_within(__atomic_load_n(&lock_is_held, __ATOMIC_ACQUIRE), 5000);
+}
+
+/* kvc_dispatch() never blocks, also if a thread begins to connect again beside it. */
+KVT_TEST(dispatch_does_not_wait_for_the_lock)
+{
+	struct kv_page_ref ref = {.pfn = 5, .tag = 7};
+	pthread_t holder;
+	struct kvc *c;
+
+	memset(&f, 0, sizeof(f));
+	fake_start(&f);
+	locked = c = fake_connect(&f, 1000);
+	fake_pool(&f, c);
+	fake_send_revoke(&f, &ref, 1);
+	fake_send_revoke(&f, &ref, 1);
+	KVT_EXPECT_EQ(kvc_dispatch(c, first_event_waits_for_a_holder, &holder), 2);
+	KVT_EXPECT_EQ(events_seen, 2);
+	__atomic_store_n(&lock_is_held, 0, __ATOMIC_RELEASE);
+	KVT_EXPECT(!pthread_join(holder, NULL));
+	kvc_close(c);
+	fake_stop(&f);
+}
+
 /* A pool that came back different after a restart does not keep the others' frees. */
 KVT_TEST(lost_pool_does_not_stop_a_flush)
 {
