@@ -135,12 +135,32 @@ static bool mag_rededicate(struct kvc_pool *pool, struct kvc_link *link, u32 ind
 	return true;
 }
 
+/* One that a closed pool left with a refill under way: when that has come, what it brought
+ * is taken out, and kvmd drops it with the pool. */
+static void mag_reuse(struct kvc_link *link, u32 index)
+{
+	struct kv_magazine *m = &link->session->magazines[index];
+
+	if (link->mags[index].pool_serial != MAG_UNUSABLE ||
+	    kv_load_acquire32(&link->mags[index].refilling))
+		return;
+	for (u32 i = 0; i < KV_MAGAZINE_SLOTS; i++) {
+		u64 word = kv_load_acquire64(&m->slots[i].word);
+
+		if (word)
+			kv_cas64(&m->slots[i].word, word, 0);
+	}
+	__atomic_store_n(&link->mags[index].pool_serial, 0, __ATOMIC_RELEASE);
+}
+
 /* First choice: one that holds this pool's pages already; then an unused one; then any.
  */
 static int mag_claim_locked(struct kvc_pool *pool, struct kvc_link *link, u64 me)
 {
 	const u64 wanted[] = {pool->serial, 0};
 
+	for (u32 i = 0; i < KV_MAGAZINES; i++)
+		mag_reuse(link, i);
 	for (u32 k = 0; k <= KV_ARRAY_SIZE(wanted); k++) {
 		for (u32 i = 0; i < KV_MAGAZINES; i++) {
 			struct kvc_mag *m = &link->mags[i];
@@ -295,7 +315,7 @@ void kvc_thread_exit(void *thread_serial)
  * kvc_mag_forget_pool_locked() - the pool closes: no page of it may stay in a magazine
  *
  * kvmd frees what the session holds in the pool, popped pages included. A magazine whose
- * refill is still on its way could fill later, so it is not used again on this link.
+ * refill is still on its way could fill later, so it is not used again before that.
  */
 void kvc_mag_forget_pool_locked(struct kvc_pool *pool)
 {

@@ -155,7 +155,8 @@ void kvc_ring_forget_pool(struct kvc_ring *ring, const struct kvc_pool *pool);
 /**
  * struct kvc_mag - the library's side of a magazine of the session page
  * @owner: thread that pops from it, 0 = nobody; claimed by compare-and-swap
- * @pool_serial: pool it is stocked for; 0 = none yet, ~0 = not to be used on this link
+ * @pool_serial: pool it is stocked for; 0 = none yet, ~0 = a closed pool's refill is on
+ *	its way
  * @stocked, @popped: counters; their difference is a guess of what is left (recalls make
  *	it too high); the first is written by whoever takes the refill's completion
  * @refill_nr: pages to ask for; doubles while they are used up soon, halves when they last
@@ -254,8 +255,8 @@ struct kvc {
 	struct kvc_link *link; /* current; changed under @lock, read without */
 	u64 next_serial;
 	u64 told_session; /* kvc_link.session_serial of the last EPOCH event */
-	int epoll_fd; /* socket and wake_fd: kvc_event_fd() */
-	int wake_fd;  /* readable while events are queued */
+	int epoll_fd;	  /* socket and wake_fd: kvc_event_fd() */
+	int wake_fd;	  /* readable while events are queued */
 	struct kvc_pool *pools[KV_POOLS_MAX];
 	u64 open_serials[KV_POOLS_MAX]; /* of @pools; 0 = none; read without @lock */
 	struct list_node events;

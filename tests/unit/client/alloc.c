@@ -218,6 +218,50 @@ KVT_TEST(wait_asks_again_while_pages_are_in_quarantine)
 	stop();
 }
 
+static u64 refill_waits;
+static u32 asked_directly;
+static bool hold_refills;
+
+static bool withhold_refill(struct fake *f, const struct kv_sqe *sqe, struct kv_cqe *cqe)
+{
+	bool stock = sqe->flags & KV_SQE_MAGAZINE;
+
+	if (sqe->opcode == KV_OP_ALLOC && !stock)
+		asked_directly++;
+	if (sqe->opcode != KV_OP_ALLOC || !stock || !hold_refills)
+		return fake_serve(f, sqe, cqe);
+	__atomic_store_n(&refill_waits, sqe->user_data, __ATOMIC_RELEASE);
+	return false;
+}
+
+/* A pool that closes while its magazine is being refilled leaves the magazine unused, until
+ * the refill is over: a session has but KV_MAGAZINES of them. */
+KVT_TEST(pools_that_close_in_a_refill_cost_no_magazine)
+{
+	struct kv_grant g;
+
+	hold_refills = true;
+	start(withhold_refill);
+	for (u32 i = 0; i < 2 * KV_MAGAZINES; i++) {
+		__atomic_store_n(&refill_waits, 0, __ATOMIC_RELEASE);
+		g = alloc_one();
+		expect_within(__atomic_load_n(&refill_waits, __ATOMIC_ACQUIRE), 5000);
+		kvc_pool_close(pool);
+		fake_post(&fake, (struct kv_cqe){.user_data = refill_waits});
+		pool = fake_pool(&fake, c);
+		KVT_EXPECT(!kvc_page_addr(pool, g.pfn));
+	}
+	hold_refills = false;
+	asked_directly = 0;
+	for (u32 i = 0; i < 64; i++) {
+		alloc_one();
+		usleep(500);
+	}
+	KVT_NOTE("%u of 64 pages took a request of their own", asked_directly);
+	KVT_EXPECT(asked_directly < 32);
+	stop();
+}
+
 /* ---------------------------------------------------------------------------- fork */
 
 static u32 freed_wanted, fork_answer;
