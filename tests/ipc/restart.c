@@ -446,6 +446,41 @@ KVT_TEST(both_killed_is_a_cold_start)
 	ipc_stop(&kvmd);
 }
 
+static u32 nr_kept, nr_lost;
+
+static void count_epochs(void *arg, const struct kvc_event *event)
+{
+	nr_kept += event->type == KV_MSG_EPOCH && event->nr;
+	nr_lost += event->type == KV_MSG_EPOCH && !event->nr;
+}
+
+/* A stop ends the keeper, so a stop and a start (systemctl restart) keep nothing, as
+ * docs/operations.md warns; the engine is told so. */
+KVT_TEST(a_stop_and_a_start_keep_nothing)
+{
+	struct kv_grant pages[8];
+	struct kvc_pool *p1;
+	struct kvc *c1;
+
+	start();
+	c1 = ipc_connect(&kvmd);
+	p1 = ipc_pool(c1);
+	KVT_EXPECT_EQ(kvc_alloc(p1, 8, KV_GFP_NOWAIT, pages), 0);
+	kill(kvmd.pid, SIGTERM);
+	waitpid(kvmd.pid, NULL, 0);
+	for (int i = 0; i < 5000 && ipc_keeper_pid(); i++)
+		usleep(1000);
+	KVT_EXPECT_EQ(ipc_keeper_pid(), 0);
+	again();
+	KVT_EXPECT_EQ(stat_of(p1).nr_active, 0);
+	KVT_EXPECT(!ipc_passes(c1, p1, pages[0]));
+	KVT_EXPECT(kvc_dispatch(c1, count_epochs, NULL) > 0);
+	KVT_EXPECT_EQ(nr_kept, 0);
+	KVT_EXPECT_EQ(nr_lost, 1);
+	kvc_close(c1);
+	ipc_stop(&kvmd);
+}
+
 /* kvmctl upgrade: the same process executes the program again. */
 KVT_TEST(upgrade_keeps_everything)
 {

@@ -13,7 +13,7 @@ static const struct {
 } todos[] = {
 	{"ADOPT_DAMAGE", "look for memory errors (dmesg, ECC counters)"},
 	{"AUDIT_DAMAGE",
-	 "keep the output of kvmctl audit --json, then restart kvmd: it rebuilds all from its records"},
+	 "keep the output of kvmctl audit --json, then kvmctl upgrade: it rebuilds all from its records"},
 	{"CHECK_OFF", "\"check\": \"batch\" in the policy"},
 	{"EVENTS_UNREAD", "the engine must call kvc_dispatch(): its authors"},
 	{"EXTENTS_HELD", "restart that engine"},
