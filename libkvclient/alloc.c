@@ -529,12 +529,13 @@ static int alloc_slow(struct kvc_pool *pool, u32 nr, u32 gfp, struct kv_grant *r
  */
 int kvc_fork_call(struct kvc_pool *pool, struct kvc_req *req, u32 gfp)
 {
-	struct kvc_link *link = __atomic_load_n(&pool->c->link, __ATOMIC_ACQUIRE);
 	u64 deadline_ns = kvc_deadline(pool->c);
 	struct kv_grant stock[DRAIN_MAX];
+	struct kvc_link *link;
 	int r;
 
 	r = ask(pool, req, gfp & ~KV_GFP_WAIT, deadline_ns);
+	link = __atomic_load_n(&pool->c->link, __ATOMIC_ACQUIRE);
 	if (may_come(r))
 		take_back(pool, stock, (u32)kvc_mag_drain(pool, link, stock, DRAIN_MAX),
 			  r);
