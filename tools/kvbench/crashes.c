@@ -240,7 +240,7 @@ static void report(struct scene *s, u64 kills, u32 leaks, double damage, double 
 	kvb_json_print(o);
 }
 
-static int run(struct scene *s, u64 nr, bool json, u32 *ret_leaks)
+static int run(struct scene *s, u64 nr, bool json, u32 *ret_leaks, double *ret_damage)
 {
 	cJSON *o = json ? cJSON_CreateObject() : NULL,
 	      *list = json ? cJSON_AddArrayToObject(o, "rests") : NULL;
@@ -273,8 +273,8 @@ static int run(struct scene *s, u64 nr, bool json, u32 *ret_leaks)
 	}
 	rate = (double)done / ((double)(kv_now_ns() - start_ns) * 1e-9);
 	*ret_leaks = compare(&first, &now);
-	report(s, done, *ret_leaks,
-	       chaos_admin_number(&s->kvmd, "{\"op\":\"audit\"}", "damage"), rate, o);
+	*ret_damage = chaos_admin_number(&s->kvmd, "{\"op\":\"audit\"}", "damage");
+	report(s, done, *ret_leaks, *ret_damage, rate, o);
 	return 0;
 }
 
@@ -283,6 +283,7 @@ int kvb_crashes(int argc, char **argv)
 	static const struct option longs[] = {
 		{"kills", 1, 0, 'k'}, {"json", 0, 0, 'j'}, {0, 0, 0, 0}};
 	static struct scene s;
+	double damage = -1;
 	bool json = false;
 	u64 nr = 1000;
 	u32 leaks = 0;
@@ -304,9 +305,9 @@ int kvb_crashes(int argc, char **argv)
 	s.random = 7;
 	r = open_all(&s);
 	if (!r)
-		r = run(&s, nr, json, &leaks);
+		r = run(&s, nr, json, &leaks, &damage);
 	kvc_close(s.c);
 	if (s.kvmd.k.pid > 0 && chaos_stop(&s.kvmd))
 		r = -ECHILD;
-	return r || leaks || s.wrong ? 1 : 0;
+	return r || leaks || s.wrong || damage != 0 ? 1 : 0;
 }
