@@ -406,7 +406,9 @@ int kvc_pages_mapped(struct kvc_pool *pool, const struct kv_grant *pages, u32 nr
 		if (i < nr && e && e->fd >= 0)
 			r = e->state == KVC_EXTENT_NONE ? -ENOMEM : -EAGAIN;
 		else if (i < nr)
-			r = r == -ENOBUFS ? -ENOMEM : lost ? -ETIMEDOUT : -EPROTO;
+			r = r == -ENOBUFS || r == -EMFILE ? -ENOMEM
+			    : lost			  ? -ETIMEDOUT
+							  : -EPROTO;
 		pthread_mutex_unlock(&c->lock);
 		if (i == nr)
 			return 0;

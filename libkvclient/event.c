@@ -208,7 +208,8 @@ int kvc_msg_handle_locked(struct kvc *c, struct kvc_msg_in *in)
 /**
  * kvc_sock_read_locked() - handle every message that is there, do not wait
  *
- * Return: 0; -ECONNRESET the link is dead; -ENOBUFS too many events wait for a dispatch.
+ * Return: 0; -ECONNRESET the link is dead; -ENOBUFS too many events wait for a dispatch;
+ *	-EMFILE the next message's descriptors find no room.
  */
 int kvc_sock_read_locked(struct kvc *c)
 {
@@ -223,6 +224,8 @@ int kvc_sock_read_locked(struct kvc *c)
 		r = kvc_sock_recv(link->sock, c->msg);
 		if (r == -EAGAIN)
 			return 0;
+		if (r == -EMFILE)
+			return kvc_fail(r, "no room for descriptors from kvmd");
 		if (!r) {
 			r = kvc_msg_handle_locked(c, c->msg);
 			kvc_msg_close_fds(c->msg);

@@ -450,6 +450,9 @@ int kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link, u64 dea
 	}
 	if (r == -ETIMEDOUT)
 		return kvc_fail(r, "pool_open: no answer from kvmd");
+	/* a reply that comes too late closes the pool; in a reconnect all is tried anew */
+	if (r == -EMFILE && pool->c->pools[pool->slot] != pool)
+		return kvc_fail(r, "pool_open: no room for descriptors from kvmd");
 	kvc_link_dead_locked(link, r);
 	return kvc_fail(r == -EPROTO ? r : -ECONNRESET, "pool_open: %s", strerror(-r));
 }

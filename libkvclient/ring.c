@@ -272,6 +272,7 @@ static bool spin_for_completion(struct kvc_ring *ring, u64 work_ns, u64 deadline
 static void read_socket(struct kvc_link *link)
 {
 	struct kvc *c = link->c;
+	int r = 0;
 
 	if (pthread_mutex_trylock(&c->lock)) {
 		kvc_sleep_ns(20 *
@@ -279,8 +280,10 @@ static void read_socket(struct kvc_link *link)
 		return;
 	}
 	if (link == c->link)
-		kvc_sock_read_locked(c);
+		r = kvc_sock_read_locked(c);
 	pthread_mutex_unlock(&c->lock);
+	if (r == -EMFILE)
+		kvc_sleep_ns(KV_NSEC_PER_MSEC); /* what cannot be read stays readable */
 }
 
 /*

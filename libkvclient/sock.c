@@ -9,6 +9,7 @@
 #include "internal.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -140,12 +141,43 @@ static void take_fds(struct kvc_msg_in *in, struct msghdr *mh)
 	}
 }
 
+/*
+ * Descriptors that find no room are lost, and with them the session. So a message that has
+ * some is looked at first. Return: 0 take what is there; -EAGAIN nothing is; -EMFILE this
+ * process could not open as many now.
+ */
+static int look_first(int sock)
+{
+	int fds[KV_MSG_FDS_MAX];
+	struct kv_msg head;
+	u32 nr = 0;
+	ssize_t n;
+
+	do {
+		n = recv(sock, &head, sizeof(head), MSG_PEEK | MSG_DONTWAIT);
+	} while (n < 0 && errno == EINTR);
+	if (n < 0 && errno == EAGAIN)
+		return -EAGAIN;
+	if (n != (ssize_t)sizeof(head) || head.nr_fds > KV_MSG_FDS_MAX)
+		return 0; /* kvc_sock_recv() says what is wrong */
+	while (nr < head.nr_fds) {
+		fds[nr] = fcntl(sock, F_DUPFD_CLOEXEC, 0);
+		if (fds[nr] < 0)
+			break;
+		nr++;
+	}
+	for (u32 i = 0; i < nr; i++)
+		close(fds[i]);
+	return nr == head.nr_fds ? 0 : -EMFILE;
+}
+
 /**
  * kvc_sock_recv() - receive one message, do not wait
  * @in: the message; kvc_msg_close_fds() it
  *
- * Return: 0; -EAGAIN none is there; -ECONNRESET kvmd hung up; -EPROTO not a message of
- *	ours; -EMFILE descriptors were lost because this process has no room.
+ * Return: 0; -EAGAIN none is there; -ECONNRESET kvmd hung up, or descriptors were lost;
+ *	-EPROTO not a message of ours; -EMFILE this process has no room for the descriptors
+ *	of the next message, which stays.
  */
 int kvc_sock_recv(int sock, struct kvc_msg_in *in)
 {
@@ -159,8 +191,12 @@ int kvc_sock_recv(int sock, struct kvc_msg_in *in)
 			    .msg_control = &control,
 			    .msg_controllen = sizeof(control)};
 	ssize_t n;
+	int r;
 
 	in->nr_fds = 0;
+	r = look_first(sock);
+	if (r)
+		return r;
 	do {
 		n = recvmsg(sock, &mh, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
 	} while (n < 0 && errno == EINTR);
@@ -171,7 +207,7 @@ int kvc_sock_recv(int sock, struct kvc_msg_in *in)
 	take_fds(in, &mh);
 	if (mh.msg_flags & MSG_CTRUNC) {
 		kvc_msg_close_fds(in);
-		return -EMFILE;
+		return -ECONNRESET;
 	}
 	if ((mh.msg_flags & MSG_TRUNC) || n < (ssize_t)sizeof(struct kv_msg) ||
 	    in->msg.magic != KV_MSG_MAGIC || in->msg.size_bytes != (u32)n ||

@@ -3,7 +3,9 @@
 #include "tests/unit/client/common.h"
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <poll.h>
+#include <sys/resource.h>
 
 static struct fake fake;
 static struct kvc *c;
@@ -176,6 +178,56 @@ KVT_TEST(events_reach_the_callback_in_order)
 	KVT_EXPECT_EQ(event_nr, 2);
 	KVT_EXPECT_EQ(poll(&p, 1, 0), 0);
 	KVT_EXPECT_EQ(kvc_dispatch(c, on_event, NULL), 0);
+	stop();
+}
+
+/* So many descriptors are free and no more. */
+static void leave_fds(u32 nr, struct rlimit *ret_was)
+{
+	int first = open("/dev/null", O_RDONLY | O_CLOEXEC);
+	struct rlimit none;
+
+	KVT_EXPECT(first >= 0 && !getrlimit(RLIMIT_NOFILE, ret_was));
+	close(first);
+	none = *ret_was;
+	none.rlim_cur = (rlim_t)first + nr;
+	KVT_EXPECT(!setrlimit(RLIMIT_NOFILE, &none));
+}
+
+/* An engine with many connections of its own runs out of descriptors as an extent comes: it
+ * is mapped when there is room again, and the session is not lost. */
+KVT_TEST(extent_without_a_free_descriptor_waits)
+{
+	struct kv_layout other = fake_layout();
+	struct kv_grant g[2];
+	struct kvc_info info;
+	struct kvc_pool *p;
+	struct rlimit was;
+	struct kv_stat st;
+
+	start();
+	fake_extent_add(&fake, 3);
+	fake.withhold_extents = true;
+	fake.next_pfn = 3 << FAKE_SHIFT;
+	leave_fds(0, &was);
+	KVT_EXPECT_EQ(kvc_dispatch(c, NULL, NULL), 0);
+	KVT_EXPECT(!mapped(3 << FAKE_SHIFT));
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0); /* what needs none goes on */
+	KVT_EXPECT_EQ(kvc_alloc(pool, 2, KV_GFP_NOWAIT, g), -ENOMEM);
+	KVT_EXPECT(!setrlimit(RLIMIT_NOFILE, &was));
+	KVT_EXPECT(kvc_dispatch(c, NULL, NULL) >= 0);
+	KVT_EXPECT(mapped(3 << FAKE_SHIFT));
+	KVT_EXPECT_EQ(kvc_alloc(pool, 2, KV_GFP_NOWAIT, g), 0);
+	KVT_EXPECT_EQ(kvc_flush(c), 0);
+	KVT_EXPECT_EQ(fake.pages_freed, 2); /* those of the first try */
+	other.model_id[0] = 1;
+	leave_fds(1, &was); /* for the other side, which makes the table */
+	KVT_EXPECT_EQ(kvc_pool_open(c, &other, NULL, NULL, &p), -EMFILE);
+	KVT_EXPECT(!setrlimit(RLIMIT_NOFILE, &was));
+	KVT_EXPECT_EQ(kvc_pool_open(c, &other, NULL, NULL, &p), 0);
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0);
+	kvc_info(c, &info);
+	KVT_EXPECT_EQ(info.session, 1);
 	stop();
 }
 
