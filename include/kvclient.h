@@ -148,8 +148,8 @@ struct kvc_pool_info {
  *
  * Return: 0; -EINVAL a layout field is bad or differs from the pool of the same model
  *	(kvc_strerror() names it), or no context of the pool's GPU is current; -ENODEV no such GPU,
- *	or this process does not see it; -EMFILE KV_POOLS_MAX reached; -ENOMEM;
- *	-ETIMEDOUT; -EPROTO.
+ *	or this process does not see it; -EMFILE KV_POOLS_MAX reached, or no
+ *	descriptor is free; -ENOMEM; -ETIMEDOUT; -EPROTO.
  */
 KVC_API int kvc_pool_open(struct kvc *c, const struct kv_layout *layout, const float *scales,
 			  const uint8_t *gpu_uuid, struct kvc_pool **ret_pool);

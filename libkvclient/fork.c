@@ -77,6 +77,14 @@ static void close_gpu_fds(void)
 	close(dir);
 }
 
+/* Extents that came and are not mapped yet: in the child they would hold the memory. */
+static void close_extents(const struct kvc_pool *pool)
+{
+	for (u32 i = 0; pool->extents && i < pool->nr_extents; i++)
+		if (pool->extents[i].fd >= 0)
+			close(pool->extents[i].fd);
+}
+
 static void poison(struct kvc *c)
 {
 	/* A child's child: the numbers closed then may be other descriptors by now. */
@@ -90,6 +98,9 @@ static void poison(struct kvc *c)
 		close(l->ring.sq_efd);
 		close(l->ring.cq_efd);
 	}
+	for (u32 i = 0; i < KV_POOLS_MAX; i++)
+		if (c->pools[i])
+			close_extents(c->pools[i]);
 	close(c->epoll_fd);
 	close(c->wake_fd);
 }
