@@ -170,6 +170,8 @@ int kvc_link_alive_locked(struct kvc *c, u64 deadline_ns)
 			r = adopt(c, link, deadline_ns);
 		if (!r)
 			return 0;
+		/* tries that failed half way have descriptors */
+		kvc_links_collect_locked(c, false);
 		if (kv_now_ns() + RETRY_NS >= deadline_ns)
 			return -ETIMEDOUT;
 		pthread_mutex_unlock(&c->lock);

@@ -6,6 +6,7 @@
 #include "libkvclient/internal.h"
 #include "tests/unit/client/common.h"
 
+#include <dirent.h>
 #include <sys/socket.h>
 
 static struct fake f;
@@ -249,6 +250,45 @@ KVT_TEST(pool_of_another_geometry_is_given_up)
 	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0);
 	kvc_pool_close(pool);
 	expect_within(__atomic_load_n(&f.pools_closed, __ATOMIC_ACQUIRE) == 2, 5000);
+	stop();
+}
+
+static u32 nr_sockets(void)
+{
+	char path[300], target[64];
+	DIR *dir = opendir("/proc/self/fd");
+	struct dirent *d;
+	u32 nr = 0;
+
+	while (dir && (d = readdir(dir))) {
+		ssize_t n;
+
+		snprintf(path, sizeof(path), "/proc/self/fd/%s", d->d_name);
+		n = readlink(path, target, sizeof(target) - 1);
+		target[n > 0 ? n : 0] = 0;
+		nr += !strncmp(target, "socket:", 7);
+	}
+	closedir(dir);
+	return nr;
+}
+
+/* kvmd answers HELLO and dies at each POOL_OPEN: what each try opened is closed again. */
+KVT_TEST(tries_that_fail_half_way_leave_no_descriptors)
+{
+	struct kv_stat st;
+	u32 before;
+
+	fake_start(&f);
+	c = fake_connect(&f, 300);
+	pool = fake_pool(&f, c);
+	before = nr_sockets();
+	__atomic_store_n(&f.hang_up_pools, 100000, __ATOMIC_RELEASE);
+	next_kvmd(false);
+	KVT_EXPECT_EQ(kvc_stat(pool, &st), -ETIMEDOUT);
+	KVT_NOTE("%u tries", 100000 - f.hang_up_pools);
+	KVT_EXPECT(nr_sockets() <= before + 2);
+	__atomic_store_n(&f.hang_up_pools, 0, __ATOMIC_RELEASE);
+	expect_within(!kvc_stat(pool, &st), 100);
 	stop();
 }
 
