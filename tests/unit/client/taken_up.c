@@ -16,7 +16,7 @@ static struct kvc_pool *pool;
 static void start(void)
 {
 	fake_start(&f);
-	c = fake_connect(&f, 1000);
+	c = fake_connect(&f, 10000);
 	pool = fake_pool(&f, c);
 }
 
@@ -30,7 +30,7 @@ static void stop(void)
 static void next_kvmd(bool resume)
 {
 	shutdown(f.sock, SHUT_RDWR);
-	expect_within(f.sock < 0, 1000);
+	expect_within(f.sock < 0, 5000);
 	f.resume = resume;
 	f.table_epoch++;
 }
@@ -75,7 +75,7 @@ KVT_TEST(extent_that_waits_for_an_old_step_can_be_removed)
 	KVT_EXPECT_EQ(f.unmapped, 0);
 	kvc_step_retire(step);
 	KVT_EXPECT(!mapped(0));
-	expect_within(f.unmapped == 1, 1000);
+	expect_within(f.unmapped == 1, 5000);
 	fake_extent_add(&f, 0); /* acknowledged: the index may come again */
 	kvc_dispatch(c, NULL, NULL);
 	KVT_EXPECT(mapped(0));
@@ -97,7 +97,7 @@ KVT_TEST(extent_never_seen_can_be_removed_by_the_next_kvmd)
 	f.extent_serial[5] = 77;
 	fake_extent_remove(&f, 5);
 	KVT_EXPECT(kvc_dispatch(c, NULL, NULL) >= 0);
-	expect_within(f.unmapped == 1, 1000);
+	expect_within(f.unmapped == 1, 5000);
 	KVT_EXPECT_EQ(kvc_stat(pool, &st), 0);
 	KVT_EXPECT_EQ(session_of(c), 1);
 	stop();
