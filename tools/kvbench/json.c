@@ -19,11 +19,14 @@ void kvb_dist_of(struct kvb_dist *ret, double *samples, uint32_t nr)
 {
 	double sum = 0;
 
+	*ret = (struct kvb_dist){0};
+	if (!nr)
+		return;
 	qsort(samples, nr, sizeof(*samples), cmp_double);
 	for (uint32_t i = 0; i < nr; i++)
 		sum += samples[i];
 	*ret = (struct kvb_dist){.p50 = samples[(nr - 1) / 2],
-				 .p99 = samples[(uint32_t)((nr - 1) * 0.99)],
+				 .p99 = samples[((uint64_t)nr * 99 + 99) / 100 - 1],
 				 .mean = sum / nr,
 				 .nr = nr};
 }

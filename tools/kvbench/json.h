@@ -20,7 +20,7 @@ struct kvb_dist {
 	uint32_t nr;
 };
 
-/** kvb_dist_of() - sorts @samples */
+/** kvb_dist_of() - sorts @samples; of none all is 0 */
 void kvb_dist_of(struct kvb_dist *ret, double *samples, uint32_t nr);
 
 /** kvb_json_dist() - add {"p50":, "p99":, "mean":, "samples":} under @name */
