@@ -285,15 +285,14 @@ static bool mag_alloc(struct kvc_pool *pool, u32 gfp, struct kv_grant *ret_page)
 }
 
 /** kvc_mags_resume() - the same session page on a new link: its magazines go on. Refills
- * under way were lost with the old link */
+ * under way were lost with the old link; what one brought for a closed pool is taken out
+ * before the magazine is used (mag_reuse()) */
 void kvc_mags_resume(struct kvc_link *link, const struct kvc_link *old)
 {
 	for (u32 i = 0; i < KV_MAGAZINES; i++) {
 		link->mags[i] = old->mags[i];
 		link->mags[i].refilling = 0;
 		link->mags[i].pause = 0;
-		if (link->mags[i].pool_serial == MAG_UNUSABLE)
-			link->mags[i] = (struct kvc_mag){.refill_nr = KVC_REFILL_FIRST};
 	}
 }
 

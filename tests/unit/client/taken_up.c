@@ -401,4 +401,45 @@ KVT_TEST(drain_takes_no_page_of_another_pool)
 	stop();
 }
 
+static u64 refill_waits;
+static u32 refill_magazine;
+
+static bool withhold_refill(struct fake *fake, const struct kv_sqe *sqe,
+			    struct kv_cqe *cqe)
+{
+	if (sqe->opcode != KV_OP_ALLOC || !(sqe->flags & KV_SQE_MAGAZINE))
+		return fake_serve(fake, sqe, cqe);
+	refill_magazine = sqe->magazine;
+	__atomic_store_n(&refill_waits, sqe->user_data, __ATOMIC_RELEASE);
+	return false;
+}
+
+/*
+ * A pool closes while its magazine is being refilled; kvmd brings the pages, and dies before
+ * it says so or hears of the close. They are not the next pool's, whose magazine that becomes.
+ */
+KVT_TEST(stock_of_a_pool_that_closed_is_not_the_next_ones)
+{
+	const u32 stale = 900;
+	struct kv_mag_slot *slot;
+	struct kv_grant g;
+
+	f.serve = withhold_refill;
+	start();
+	KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &g), 0);
+	expect_within(__atomic_load_n(&refill_waits, __ATOMIC_ACQUIRE), 5000);
+	kvc_pool_close(pool);
+	slot = &f.session->magazines[refill_magazine].slots[0];
+	slot->tag = fake_give(&f, stale);
+	kv_store_release64(&slot->word, KV_MAG_STOCKED | stale);
+	next_kvmd(true);
+	pool = fake_pool(&f, c);
+	for (u32 i = 0; i < 2 * KV_MAGAZINES; i++) {
+		KVT_EXPECT_EQ(kvc_alloc(pool, 1, KV_GFP_NOWAIT, &g), 0);
+		KVT_EXPECT(g.pfn != stale);
+	}
+	KVT_EXPECT_EQ(slot->word, 0);
+	stop();
+}
+
 KVT_MAIN()
