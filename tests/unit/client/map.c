@@ -14,7 +14,7 @@ static struct kvc_pool *pool;
 static void start(void)
 {
 	fake_start(&fake);
-	c = fake_connect(&fake, 500);
+	c = fake_connect(&fake, 5000);
 	pool = fake_pool(&fake, c);
 }
 
@@ -294,7 +294,7 @@ KVT_TEST(close_leaves_nothing_behind)
 
 		memset(&fake, 0, sizeof(fake));
 		fake_start(&fake);
-		c = fake_connect(&fake, 500);
+		c = fake_connect(&fake, 5000);
 		pool = fake_pool(&fake, c);
 		KVT_EXPECT_EQ(kvc_alloc(pool, 40, KV_GFP_NOWAIT, g), 0);
 		kvc_close(c);
@@ -319,7 +319,7 @@ KVT_TEST(unknown_backend_is_refused_by_name)
 
 	fake.backend = KV_BACKEND_CUDA_LEGACY + 1;
 	fake_start(&fake);
-	c = fake_connect(&fake, 500);
+	c = fake_connect(&fake, 5000);
 	KVT_EXPECT_EQ(kvc_pool_open(c, &layout, NULL, NULL, &p), -ENODEV);
 	KVT_EXPECT_HAS(kvc_strerror(c), "backend=3");
 	KVT_EXPECT(p == NULL);
