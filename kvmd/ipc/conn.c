@@ -69,6 +69,9 @@ static void conn_shut(struct kvd_conn *conn)
 	kvd_loop_del(kvd->loop, &conn->watch);
 	kvd_loop_del(kvd->loop, &conn->ring_watch);
 	kvd_loop_flush(kvd->loop);
+	/* A kick that found the counter filled meanwhile would wait for ever. */
+	if (conn->cq_event >= 0)
+		kvd_loop_drain(conn->cq_event);
 	kvd_out_clear(&conn->out);
 	conn->added.nr = 0;
 	closing_over(conn);
