@@ -372,8 +372,10 @@ static int conn_identify(struct kvd_conn *conn)
 	}
 	if (errno == EMFILE || errno == ENFILE)
 		return -EMFILE;
-	/* Before Linux 6.5. The pid may have been reused since connect(): status says so.
-	 */
+	/* Of a peer that is gone the pid may be anybody's: only where the kernel does not know
+	 * the question, before Linux 6.5, it is asked instead, and status says so. */
+	if (errno != ENOPROTOOPT && !KV_MUTANT(gone_peer_by_pid))
+		return -errno;
 	pidfd = (int)syscall(SYS_pidfd_open, conn->cred.pid, 0);
 	if (pidfd < 0)
 		return -errno;
