@@ -179,7 +179,6 @@ void kvd_conn_hung_up(struct kvd_conn *conn, const char *why)
 static void conn_free(struct kvd_conn *conn)
 {
 	struct kvd *kvd = conn->kvd;
-
 	struct kvd_keep_key key = {.kind = KVD_KEEP_PAGE, .session = conn->client_id};
 
 	kv_assert(conn->state == KVD_CONN_CLOSED && !conn->session && !conn->nr_requests);
@@ -228,10 +227,21 @@ int kvd_conn_send(struct kvd_conn *conn, const struct kv_msg *msg, const int *fd
 		kvd_conn_hung_up(conn, "hang-up while sending");
 		return r;
 	}
-	if (conn->out.nr)
-		kvd_loop_modify(conn->kvd->loop, &conn->watch,
-				conn->held ? KVD_LOOP_OUT : KVD_LOOP_IN | KVD_LOOP_OUT);
+	kvd_conn_watch(conn);
 	return 0;
+}
+
+void kvd_conn_watch(struct kvd_conn *conn)
+{
+	struct kvd *kvd = conn->kvd;
+	/* While a message is held nothing is read: unread input must not wake the loop. */
+	u32 events = conn->held ? 0 : KVD_LOOP_IN;
+
+	if (conn->out.nr && (!conn->out.refs || KV_MUTANT(refs_polled)))
+		events |= KVD_LOOP_OUT;
+	else if (conn->out.nr && !kvd->refs_ns)
+		kvd->refs_ns = kvd->now_ns + KVD_REFS_NS;
+	kvd_loop_modify(kvd->loop, &conn->watch, events);
 }
 
 static void conn_writable(struct kvd_conn *conn)
@@ -242,13 +252,24 @@ static void conn_writable(struct kvd_conn *conn)
 		kvd_conn_hung_up(conn, "hang-up while sending");
 		return;
 	}
+	kvd_conn_watch(conn);
 	if (r == 0) {
-		kvd_loop_modify(conn->kvd->loop, &conn->watch,
-				conn->held ? 0 : KVD_LOOP_IN);
 		if (conn->leases)
 			kvd_conn_leases(conn);
 		kvd_serve_publish(conn);
 	}
+}
+
+void kvd_conn_refs_turn(struct kvd *kvd)
+{
+	struct kvd_conn *conn, *tmp;
+
+	if (!kvd->refs_ns || kvd->now_ns < kvd->refs_ns)
+		return;
+	kvd->refs_ns = 0;
+	list_for_each_entry_safe (conn, tmp, &kvd->conns, node)
+		if (conn->out.refs)
+			conn_writable(conn);
 }
 
 static int conn_message(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes,
@@ -299,7 +320,7 @@ int kvd_conn_hold(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes)
 		return -ENOMEM;
 	memcpy(conn->held, msg, bytes);
 	conn->held_bytes = bytes;
-	kvd_loop_modify(conn->kvd->loop, &conn->watch, conn->watch.events & ~KVD_LOOP_IN);
+	kvd_conn_watch(conn);
 	return 0;
 }
 
@@ -312,7 +333,7 @@ void kvd_conn_unhold(struct kvd_conn *conn)
 		return;
 	conn->held = NULL;
 	closing_over(conn);
-	kvd_loop_modify(conn->kvd->loop, &conn->watch, conn->watch.events | KVD_LOOP_IN);
+	kvd_conn_watch(conn);
 	if (kvd_pool_message(conn, msg, conn->held_bytes, &why))
 		kvd_conn_end(conn, -EPROTO, why);
 	free(msg);
@@ -334,7 +355,6 @@ static void conn_ready(void *arg, u32 events)
 
 	if (conn->held && (events & KVD_LOOP_HUP))
 		return kvd_conn_hung_up(conn, "hang-up");
-
 	if (events & KVD_LOOP_OUT)
 		conn_writable(conn);
 	/* Messages sent before a hang-up are still read; then recvmsg says 0. */

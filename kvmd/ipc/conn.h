@@ -176,6 +176,12 @@ void kvd_conn_tick(struct kvd *kvd);
  * -errno and the connection has ended */
 int kvd_conn_send(struct kvd_conn *conn, const struct kv_msg *msg, const int *fds);
 
+/** kvd_conn_watch() - watch the socket for what can be done: @held and @out have changed */
+void kvd_conn_watch(struct kvd_conn *conn);
+
+/** kvd_conn_refs_turn() - try again what waits for room for descriptors (kvd_out.refs) */
+void kvd_conn_refs_turn(struct kvd *kvd);
+
 /** kvd_conn_hold() - look at @msg again when the GPU has started. Return: 0; -ENOMEM */
 int kvd_conn_hold(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes);
 
