@@ -473,6 +473,7 @@ void kvd_conn_away_ready(struct kvd_conn *conn)
 		memcpy(conn->cookie, is->cookie, sizeof(conn->cookie));
 		memcpy(conn->name, conn->session->name, sizeof(conn->name));
 	}
+	kvd_proof_adopt(conn);
 	if (conn->session->state == KVD_SESSION_ENDED)
 		conn->state = KVD_CONN_CLOSED;
 	conn->pid_watch.fd = conn->pidfd;

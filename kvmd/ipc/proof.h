@@ -70,6 +70,9 @@ struct kvd_conn_proof {
  */
 bool kvd_proof_wait(struct kvd_conn *conn);
 
+/** kvd_proof_adopt() - what an earlier kvmd saw of the process of @conn's session */
+void kvd_proof_adopt(struct kvd_conn *conn);
+
 /** kvd_proof_exited() - the pidfd of an ended session is readable. It may be reaped here */
 void kvd_proof_exited(struct kvd_conn *conn);
 
