@@ -108,12 +108,24 @@ static void answer_ready(void *arg, u32 events)
 								   : EXIT_POLL_NS));
 }
 
+/* NVML is asked of one GPU, by its name, for as long as kvmd lives. */
+static bool gpu_known(const struct kvd *kvd)
+{
+	static const u8 zero[16];
+	u8 uuid[16];
+
+	kvd_memory_uuid(kvd, uuid);
+	return memcmp(uuid, zero, sizeof(uuid)) || KV_MUTANT(nvml_asked_early);
+}
+
 u64 kvd_proof_ask(struct kvd *kvd)
 {
 	struct kvd_proof *proof = &kvd->proof;
 	char text[KVD_UUID_TEXT];
 
 	if (!proof->nvml) {
+		if (!gpu_known(kvd))
+			return 0;
 		if (kvd_nvml_create(kvd_memory_quota_name(kvd, text), &proof->nvml))
 			return 0;
 		proof->watch.fd = kvd_nvml_event_fd(proof->nvml);

@@ -91,6 +91,22 @@ KVT_TEST_T(killed_in_a_step_while_kvmd_is_away, 60)
 	expect_all_back();
 }
 
+/* Which GPU it is, and so whom NVML is to be asked of, is known when its driver has started:
+ * a question that comes before is not the last one. */
+KVT_TEST_T(killed_in_a_step_and_the_driver_is_slow, 60)
+{
+	pid_t none, pid;
+
+	ipc_need_fake();
+	pid = engine(false, &none);
+	kill_kvmd();
+	die(pid);
+	setenv("FAKE_CUDA_INIT_MS", "500", 1);
+	again();
+	unsetenv("FAKE_CUDA_INIT_MS");
+	expect_all_back();
+}
+
 KVT_TEST_T(killed_in_a_step_before_it_came_back, 60)
 {
 	pid_t none, pid = engine(false, &none);
