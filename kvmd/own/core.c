@@ -141,7 +141,7 @@ static u32 pool_pressure(const struct kvd_pool *pool)
 	/* Held for a while: sessions are told of a state, not of every refusal. */
 	if (pool->starved_ns && mm->now_ns - pool->starved_ns < KV_NSEC_PER_SEC)
 		return 2;
-	if (pool->nr[KVD_FREE] < pool->low_pages &&
+	if (pool->nr[KVD_FREE] < pool->low_pages && mm->limits.capacity_bytes &&
 	    mm->extent_bytes_used + pool->geo.extent_bytes > mm->limits.capacity_bytes)
 		return 1;
 	return 0;
