@@ -485,29 +485,12 @@ void kvd_conn_away_ready(struct kvd_conn *conn)
 			(unsigned long long)conn->client_id);
 }
 
-/* Does its uid have more connections than one may? @conn is one of them. */
-static bool uid_has_too_many(const struct kvd_conn *conn)
-{
-	u32 all = 0, unknown = 0;
-	const struct kvd_conn *c;
-
-	if (KV_MUTANT(uid_takes_all))
-		return false;
-	list_for_each_entry (c, &conn->kvd->conns, node) {
-		if (c->cred.uid != conn->cred.uid || c->state == KVD_CONN_CLOSED)
-			continue;
-		all++;
-		unknown += c->state == KVD_CONN_UNKNOWN;
-	}
-	return all > KVD_CONNS_EACH_MAX || unknown > KVD_CONNS_UNKNOWN_EACH_MAX;
-}
-
 void kvd_conn_accepted(struct kvd *kvd, int fd)
 {
 	struct kvd_conn *conn = NULL;
 	int r;
 
-	if (kvd->nr_conns < KVD_CONNS_MAX && kvd->nr_unknown < KVD_CONNS_UNKNOWN_MAX)
+	if (kvd->nr_unknown < KVD_CONNS_UNKNOWN_MAX)
 		conn = conn_new(kvd, fd);
 	if (!conn) {
 		kvd_stats.connections_refused++;
@@ -520,7 +503,7 @@ void kvd_conn_accepted(struct kvd *kvd, int fd)
 	r = conn_identify(conn);
 	if (r == -EMFILE)
 		kvd_stats.fd_shortages++;
-	if (!r && uid_has_too_many(conn))
+	if (!r && kvd_conn_too_many(conn, false))
 		r = -EUSERS;
 	if (!r)
 		r = kvd_loop_add(kvd->loop, &conn->watch);

@@ -206,6 +206,15 @@ int kvd_conn_tenant(const struct kvd_config *config, const struct ucred *cred,
 /** kvd_conn_event() - tell those who stream admin events */
 void kvd_conn_event(struct kvd_conn *conn, const char *type);
 
+/**
+ * kvd_conn_too_many() - are there more connections than may be, @conn among them? (hello.c)
+ * @session: it is to have a session of its own
+ *
+ * Of its uid, or of all. One whose session waits for its process (AWAY) counts only against a
+ * new session: its process comes back by a connection more.
+ */
+bool kvd_conn_too_many(const struct kvd_conn *conn, bool session);
+
 /** kvd_hello() - handle HELLO: refuse, or open a session (hello.c) */
 void kvd_hello(struct kvd_conn *conn, const struct kv_msg_hello *hello);
 

@@ -179,6 +179,27 @@ static int session_resume(struct kvd_conn *conn, struct kvd_conn *away,
 	return r;
 }
 
+bool kvd_conn_too_many(const struct kvd_conn *conn, bool session)
+{
+	u32 all = conn->kvd->nr_conns, of_uid = 0, unknown = 0;
+	bool away_too = session || KV_MUTANT(away_fills);
+	const struct kvd_conn *c;
+
+	list_for_each_entry (c, &conn->kvd->conns, node) {
+		if (c->state == KVD_CONN_AWAY && !away_too) {
+			all--;
+			continue;
+		}
+		if (c->cred.uid != conn->cred.uid || c->state == KVD_CONN_CLOSED)
+			continue;
+		of_uid++;
+		unknown += c->state == KVD_CONN_UNKNOWN;
+	}
+	return all > KVD_CONNS_MAX ||
+	       ((of_uid > KVD_CONNS_EACH_MAX || unknown > KVD_CONNS_UNKNOWN_EACH_MAX) &&
+		!KV_MUTANT(uid_takes_all));
+}
+
 static int session_start(struct kvd_conn *conn, const struct kv_msg_hello *hello)
 {
 	struct kvd_conn *away = kvd_conn_find_away(conn, hello);
@@ -186,6 +207,8 @@ static int session_start(struct kvd_conn *conn, const struct kv_msg_hello *hello
 	int r;
 
 	conn->role = hello->role;
+	if (!away && kvd_conn_too_many(conn, true))
+		return -EUSERS;
 	r = away ? session_resume(conn, away, hello) : session_open(conn, hello);
 	if (r)
 		return r;
