@@ -254,8 +254,11 @@ static void conn_writable(struct kvd_conn *conn)
 	}
 	kvd_conn_watch(conn);
 	if (r == 0) {
-		if (conn->leases)
+		if (conn->leases) {
 			kvd_conn_leases(conn);
+			if (!conn->leases)
+				kvd_conn_unhold(conn);
+		}
 		kvd_serve_publish(conn);
 	}
 }

@@ -59,8 +59,8 @@ enum kvd_conn_state {
  * @opening: POOL_OPEN runs: its extents are sent after the reply
  * @proof: of the end of its GPU work
  * @closing: @held is a POOL_CLOSE that goes on in the next turn
- * @held, @held_bytes: a POOL_OPEN that waits for the GPU to start; nothing is read
- * until then
+ * @held, @held_bytes: a POOL_OPEN that waits for the GPU to start, or for LEASES to be sent;
+ * nothing is read until then
  * @nr_requests: hashing or parked; @nr_parked: parked ones
  * @nr_ops: entries served
  * @last_event_ns: when an event was sent last; for "does not dispatch"

@@ -470,7 +470,9 @@ int kvd_pool_message(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes,
 	    bytes != sizeof(*open_msg) + open_msg->layout.nr_scales * sizeof(float))
 		return -EPROTO;
 	r = kvd_memory_check(conn->kvd, open_msg->gpu_uuid, error);
-	if (r == -EAGAIN || (!r && kvd_proof_wait(conn)) ||
+	/* LEASES of the open before wait for the socket: conn_writable() goes on with it. */
+	if ((conn->leases && !KV_MUTANT(leases_cut)) || r == -EAGAIN ||
+	    (!r && kvd_proof_wait(conn)) ||
 	    pool_open(conn, open_msg, (const float *)(open_msg + 1))) {
 		*ret_why = "no memory to hold a POOL_OPEN";
 		return kvd_conn_hold(conn, msg, bytes) ? -EPROTO : 0;

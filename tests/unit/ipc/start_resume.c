@@ -176,6 +176,66 @@ KVT_TEST(a_session_is_taken_up_by_its_own_process_only)
 	}
 }
 
+static int asker; /* a socket of the session that is taken up */
+
+static bool ask(u32 *sent)
+{
+	const struct kv_msg_pool_open pool = pool_open_msg();
+	bool went = send(asker, &pool, sizeof(pool), MSG_DONTWAIT) == sizeof(pool);
+
+	*sent += went;
+	turns(1);
+	return went;
+}
+
+/* Opens its pool again and again, a few times more than the socket takes answers. */
+static void asks_before_it_reads(void)
+{
+	static union {
+		struct kv_msg msg;
+		struct kv_msg_leases leases;
+		u8 bytes[KV_MSG_BYTES_MAX];
+	} in;
+	u32 sent = 0, replies = 0, last = 0, waiting = 0;
+	struct kvd_conn *conn;
+
+	turns(6);
+	conn = list_first(&kvd.conns, struct kvd_conn, node);
+	KVT_EXPECT(conn->resumed);
+	while (ask(&sent) && waiting < 5)
+		waiting += conn->out.nr > 0;
+	for (u32 quiet = 0; quiet < 50; quiet++) {
+		while (recv(asker, &in, sizeof(in), MSG_DONTWAIT) > 0) {
+			replies += in.msg.type == KV_MSG_POOL_REPLY;
+			last += in.msg.type == KV_MSG_LEASES &&
+				(in.leases.flags & KV_LEASES_LAST);
+			quiet = 0;
+		}
+		turns(1);
+	}
+	KVT_EXPECT(sent > 10);
+	KVT_EXPECT_EQ(replies, sent);
+	KVT_EXPECT_EQ(last, sent);
+}
+
+/* LEASES that the socket does not take are not the end of them: each POOL_OPEN is told all. */
+KVT_TEST(each_open_of_a_session_taken_up_is_told_its_leases)
+{
+	struct kvd_image *image;
+	struct kv_msg_hello hello;
+
+	dir_make();
+	history();
+	image = image_map();
+	hello = hello_of(image);
+	asker = knock(&hello);
+	in_kvmd(asks_before_it_reads);
+	munmap(image, sizeof(*image));
+	close(asker);
+	close(client);
+	end();
+}
+
 /* As many sessions as one uid may have, or as there may be, wait for their processes. */
 static u32 crowd_nr, crowd_uid;
 
