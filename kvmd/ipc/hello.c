@@ -190,7 +190,10 @@ bool kvd_conn_too_many(const struct kvd_conn *conn, bool session)
 			all--;
 			continue;
 		}
-		if (c->cred.uid != conn->cred.uid || c->state == KVD_CONN_CLOSED)
+		/* One whose step is not over (P8) takes its place until it is. */
+		if (c->cred.uid != conn->cred.uid ||
+		    (c->state == KVD_CONN_CLOSED &&
+		     (!c->session || KV_MUTANT(left_behind_is_gone))))
 			continue;
 		of_uid++;
 		unknown += c->state == KVD_CONN_UNKNOWN;
