@@ -379,6 +379,8 @@ static u64 next_deadline(struct kvd *kvd)
 			      KV_MIN(kvd->proof.next_ns, kvd->moving.next_ns));
 
 	deadline = KV_MIN(deadline, kvd_listen_next_ns(&kvd->engine_listen));
+	if (kvd->refs_ns)
+		deadline = KV_MIN(deadline, kvd->refs_ns);
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns ||
 	    kvd->tiering.more || kvd->nr_closing || kvd->audit_left || kvd->admin_more)
 		return 0;
@@ -431,6 +433,7 @@ int kvd_turn(struct kvd *kvd)
 	kvd_serve_hashing(kvd);
 	kvd_proof_turn(kvd);
 	kvd_moving_turn(kvd);
+	kvd_conn_refs_turn(kvd);
 	if (kvd->nr_closing)
 		kvd_conn_closing_turn(kvd);
 	kvd->core_next_ns = kvd_core_run(&kvd->core);

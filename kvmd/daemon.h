@@ -36,6 +36,7 @@
 #define KVD_HELLO_NS		   5000000000ull
 #define KVD_TICK_NS		   1000000000ull
 #define KVD_SPIN_NS		   20000ull
+#define KVD_REFS_NS		   10000000ull
 #define KVD_PATH_BYTES		   108u
 
 /**
@@ -115,6 +116,7 @@ struct kvd_options {
  * @again: stop, and start anew with nothing: the memory is lost
  * @draining_ns: since when extents have waited for sessions to unmap them; 0 = none does
  * @pages_freed: a parked ALLOC may succeed now
+ * @refs_ns: when to try again to send what waits for room for descriptors; 0: none does
  * @nr_closing: connections whose POOL_CLOSE goes on in the next turn
  * @msg_buf: KV_MSG_BYTES_MAX bytes for receiving
  * @audit_left: records that the background sweep looks at in this second yet
@@ -160,6 +162,7 @@ struct kvd {
 	bool spins;
 	u64 draining_ns;
 	bool pages_freed;
+	u64 refs_ns;
 	u32 nr_closing;
 	bool stop;
 	bool upgrade;

@@ -26,13 +26,16 @@
 
 void kvd_harden_environment(void)
 {
-	static const char *const keep[] = {
-		"PATH",	      "LANG",	    "NOTIFY_SOCKET",
-		"LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES",
+	static const char
+		*const keep[] =
+			{
+				"PATH",		  "LANG",	"NOTIFY_SOCKET",
+				"LISTEN_FDS",	  "LISTEN_PID", "LISTEN_FDNAMES",
+				"JOURNAL_STREAM", /* dbg/log.c says the level there */
 #ifdef KV_MUTANTS
-		"KV_MUTANT",
+				"KV_MUTANT",
 #endif
-	};
+			};
 	char *values[KV_ARRAY_SIZE(keep)] = {0};
 
 	if (KV_MUTANT(environment_kept))

@@ -14,7 +14,7 @@
  *
  * Variables of the CUDA driver, the loader and OpenMP could send a daemon to another GPU or
  * into another library. PATH, LANG and what a service manager needs to be told (NOTIFY_SOCKET)
- * stay. Not with --private: there the caller is the only user.
+ * or has told (JOURNAL_STREAM) stay. Not with --private: there the caller is the only user.
  */
 void kvd_harden_environment(void);
 

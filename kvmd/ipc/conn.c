@@ -69,6 +69,9 @@ static void conn_shut(struct kvd_conn *conn)
 	kvd_loop_del(kvd->loop, &conn->watch);
 	kvd_loop_del(kvd->loop, &conn->ring_watch);
 	kvd_loop_flush(kvd->loop);
+	/* A kick that found the counter filled meanwhile would wait for ever. */
+	if (conn->cq_event >= 0)
+		kvd_loop_drain(conn->cq_event);
 	kvd_out_clear(&conn->out);
 	conn->added.nr = 0;
 	closing_over(conn);
@@ -176,7 +179,6 @@ void kvd_conn_hung_up(struct kvd_conn *conn, const char *why)
 static void conn_free(struct kvd_conn *conn)
 {
 	struct kvd *kvd = conn->kvd;
-
 	struct kvd_keep_key key = {.kind = KVD_KEEP_PAGE, .session = conn->client_id};
 
 	kv_assert(conn->state == KVD_CONN_CLOSED && !conn->session && !conn->nr_requests);
@@ -225,10 +227,21 @@ int kvd_conn_send(struct kvd_conn *conn, const struct kv_msg *msg, const int *fd
 		kvd_conn_hung_up(conn, "hang-up while sending");
 		return r;
 	}
-	if (conn->out.nr)
-		kvd_loop_modify(conn->kvd->loop, &conn->watch,
-				conn->held ? KVD_LOOP_OUT : KVD_LOOP_IN | KVD_LOOP_OUT);
+	kvd_conn_watch(conn);
 	return 0;
+}
+
+void kvd_conn_watch(struct kvd_conn *conn)
+{
+	struct kvd *kvd = conn->kvd;
+	/* While a message is held nothing is read: unread input must not wake the loop. */
+	u32 events = conn->held ? 0 : KVD_LOOP_IN;
+
+	if (conn->out.nr && (!conn->out.refs || KV_MUTANT(refs_polled)))
+		events |= KVD_LOOP_OUT;
+	else if (conn->out.nr && !kvd->refs_ns)
+		kvd->refs_ns = kvd->now_ns + KVD_REFS_NS;
+	kvd_loop_modify(kvd->loop, &conn->watch, events);
 }
 
 static void conn_writable(struct kvd_conn *conn)
@@ -239,13 +252,27 @@ static void conn_writable(struct kvd_conn *conn)
 		kvd_conn_hung_up(conn, "hang-up while sending");
 		return;
 	}
+	kvd_conn_watch(conn);
 	if (r == 0) {
-		kvd_loop_modify(conn->kvd->loop, &conn->watch,
-				conn->held ? 0 : KVD_LOOP_IN);
-		if (conn->leases)
+		if (conn->leases) {
 			kvd_conn_leases(conn);
+			if (!conn->leases)
+				kvd_conn_unhold(conn);
+		}
 		kvd_serve_publish(conn);
 	}
+}
+
+void kvd_conn_refs_turn(struct kvd *kvd)
+{
+	struct kvd_conn *conn, *tmp;
+
+	if (!kvd->refs_ns || kvd->now_ns < kvd->refs_ns)
+		return;
+	kvd->refs_ns = 0;
+	list_for_each_entry_safe (conn, tmp, &kvd->conns, node)
+		if (conn->out.refs)
+			conn_writable(conn);
 }
 
 static int conn_message(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes,
@@ -296,7 +323,7 @@ int kvd_conn_hold(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes)
 		return -ENOMEM;
 	memcpy(conn->held, msg, bytes);
 	conn->held_bytes = bytes;
-	kvd_loop_modify(conn->kvd->loop, &conn->watch, conn->watch.events & ~KVD_LOOP_IN);
+	kvd_conn_watch(conn);
 	return 0;
 }
 
@@ -309,7 +336,7 @@ void kvd_conn_unhold(struct kvd_conn *conn)
 		return;
 	conn->held = NULL;
 	closing_over(conn);
-	kvd_loop_modify(conn->kvd->loop, &conn->watch, conn->watch.events | KVD_LOOP_IN);
+	kvd_conn_watch(conn);
 	if (kvd_pool_message(conn, msg, conn->held_bytes, &why))
 		kvd_conn_end(conn, -EPROTO, why);
 	free(msg);
@@ -331,7 +358,6 @@ static void conn_ready(void *arg, u32 events)
 
 	if (conn->held && (events & KVD_LOOP_HUP))
 		return kvd_conn_hung_up(conn, "hang-up");
-
 	if (events & KVD_LOOP_OUT)
 		conn_writable(conn);
 	/* Messages sent before a hang-up are still read; then recvmsg says 0. */
@@ -369,8 +395,10 @@ static int conn_identify(struct kvd_conn *conn)
 	}
 	if (errno == EMFILE || errno == ENFILE)
 		return -EMFILE;
-	/* Before Linux 6.5. The pid may have been reused since connect(): status says so.
-	 */
+	/* Of a peer that is gone the pid may be anybody's: only where the kernel does not know
+	 * the question, before Linux 6.5, it is asked instead, and status says so. */
+	if (errno != ENOPROTOOPT && !KV_MUTANT(gone_peer_by_pid))
+		return -errno;
 	pidfd = (int)syscall(SYS_pidfd_open, conn->cred.pid, 0);
 	if (pidfd < 0)
 		return -errno;
@@ -448,6 +476,7 @@ void kvd_conn_away_ready(struct kvd_conn *conn)
 		memcpy(conn->cookie, is->cookie, sizeof(conn->cookie));
 		memcpy(conn->name, conn->session->name, sizeof(conn->name));
 	}
+	kvd_proof_adopt(conn);
 	if (conn->session->state == KVD_SESSION_ENDED)
 		conn->state = KVD_CONN_CLOSED;
 	conn->pid_watch.fd = conn->pidfd;
@@ -459,29 +488,12 @@ void kvd_conn_away_ready(struct kvd_conn *conn)
 			(unsigned long long)conn->client_id);
 }
 
-/* Does its uid have more connections than one may? @conn is one of them. */
-static bool uid_has_too_many(const struct kvd_conn *conn)
-{
-	u32 all = 0, unknown = 0;
-	const struct kvd_conn *c;
-
-	if (KV_MUTANT(uid_takes_all))
-		return false;
-	list_for_each_entry (c, &conn->kvd->conns, node) {
-		if (c->cred.uid != conn->cred.uid || c->state == KVD_CONN_CLOSED)
-			continue;
-		all++;
-		unknown += c->state == KVD_CONN_UNKNOWN;
-	}
-	return all > KVD_CONNS_EACH_MAX || unknown > KVD_CONNS_UNKNOWN_EACH_MAX;
-}
-
 void kvd_conn_accepted(struct kvd *kvd, int fd)
 {
 	struct kvd_conn *conn = NULL;
 	int r;
 
-	if (kvd->nr_conns < KVD_CONNS_MAX && kvd->nr_unknown < KVD_CONNS_UNKNOWN_MAX)
+	if (kvd->nr_unknown < KVD_CONNS_UNKNOWN_MAX)
 		conn = conn_new(kvd, fd);
 	if (!conn) {
 		kvd_stats.connections_refused++;
@@ -494,7 +506,7 @@ void kvd_conn_accepted(struct kvd *kvd, int fd)
 	r = conn_identify(conn);
 	if (r == -EMFILE)
 		kvd_stats.fd_shortages++;
-	if (!r && uid_has_too_many(conn))
+	if (!r && kvd_conn_too_many(conn, false))
 		r = -EUSERS;
 	if (!r)
 		r = kvd_loop_add(kvd->loop, &conn->watch);

@@ -59,8 +59,8 @@ enum kvd_conn_state {
  * @opening: POOL_OPEN runs: its extents are sent after the reply
  * @proof: of the end of its GPU work
  * @closing: @held is a POOL_CLOSE that goes on in the next turn
- * @held, @held_bytes: a POOL_OPEN that waits for the GPU to start; nothing is read
- * until then
+ * @held, @held_bytes: a POOL_OPEN that waits for the GPU to start, or for LEASES to be sent;
+ * nothing is read until then
  * @nr_requests: hashing or parked; @nr_parked: parked ones
  * @nr_ops: entries served
  * @last_event_ns: when an event was sent last; for "does not dispatch"
@@ -176,6 +176,12 @@ void kvd_conn_tick(struct kvd *kvd);
  * -errno and the connection has ended */
 int kvd_conn_send(struct kvd_conn *conn, const struct kv_msg *msg, const int *fds);
 
+/** kvd_conn_watch() - watch the socket for what can be done: @held and @out have changed */
+void kvd_conn_watch(struct kvd_conn *conn);
+
+/** kvd_conn_refs_turn() - try again what waits for room for descriptors (kvd_out.refs) */
+void kvd_conn_refs_turn(struct kvd *kvd);
+
 /** kvd_conn_hold() - look at @msg again when the GPU has started. Return: 0; -ENOMEM */
 int kvd_conn_hold(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes);
 
@@ -199,6 +205,15 @@ int kvd_conn_tenant(const struct kvd_config *config, const struct ucred *cred,
 
 /** kvd_conn_event() - tell those who stream admin events */
 void kvd_conn_event(struct kvd_conn *conn, const char *type);
+
+/**
+ * kvd_conn_too_many() - are there more connections than may be, @conn among them? (hello.c)
+ * @session: it is to have a session of its own
+ *
+ * Of its uid, or of all. One whose session waits for its process (AWAY) counts only against a
+ * new session: its process comes back by a connection more.
+ */
+bool kvd_conn_too_many(const struct kvd_conn *conn, bool session);
 
 /** kvd_hello() - handle HELLO: refuse, or open a session (hello.c) */
 void kvd_hello(struct kvd_conn *conn, const struct kv_msg_hello *hello);

@@ -38,10 +38,7 @@ static int event_send(struct kvd_conn *conn, const struct kv_msg *msg, const int
 		shutdown(conn->fd, SHUT_RDWR);
 		return r;
 	}
-	/* while a POOL_OPEN is held nothing is read: unread input must not wake the loop */
-	if (conn->out.nr)
-		kvd_loop_modify(conn->kvd->loop, &conn->watch,
-				conn->held ? KVD_LOOP_OUT : KVD_LOOP_IN | KVD_LOOP_OUT);
+	kvd_conn_watch(conn);
 	return 0;
 }
 

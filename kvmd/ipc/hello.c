@@ -179,6 +179,30 @@ static int session_resume(struct kvd_conn *conn, struct kvd_conn *away,
 	return r;
 }
 
+bool kvd_conn_too_many(const struct kvd_conn *conn, bool session)
+{
+	u32 all = conn->kvd->nr_conns, of_uid = 0, unknown = 0;
+	bool away_too = session || KV_MUTANT(away_fills);
+	const struct kvd_conn *c;
+
+	list_for_each_entry (c, &conn->kvd->conns, node) {
+		if (c->state == KVD_CONN_AWAY && !away_too) {
+			all--;
+			continue;
+		}
+		/* One whose step is not over (P8) takes its place until it is. */
+		if (c->cred.uid != conn->cred.uid ||
+		    (c->state == KVD_CONN_CLOSED &&
+		     (!c->session || KV_MUTANT(left_behind_is_gone))))
+			continue;
+		of_uid++;
+		unknown += c->state == KVD_CONN_UNKNOWN;
+	}
+	return all > KVD_CONNS_MAX ||
+	       ((of_uid > KVD_CONNS_EACH_MAX || unknown > KVD_CONNS_UNKNOWN_EACH_MAX) &&
+		!KV_MUTANT(uid_takes_all));
+}
+
 static int session_start(struct kvd_conn *conn, const struct kv_msg_hello *hello)
 {
 	struct kvd_conn *away = kvd_conn_find_away(conn, hello);
@@ -186,6 +210,8 @@ static int session_start(struct kvd_conn *conn, const struct kv_msg_hello *hello
 	int r;
 
 	conn->role = hello->role;
+	if (!away && kvd_conn_too_many(conn, true))
+		return -EUSERS;
 	r = away ? session_resume(conn, away, hello) : session_open(conn, hello);
 	if (r)
 		return r;
@@ -447,7 +473,9 @@ int kvd_pool_message(struct kvd_conn *conn, const struct kv_msg *msg, u32 bytes,
 	    bytes != sizeof(*open_msg) + open_msg->layout.nr_scales * sizeof(float))
 		return -EPROTO;
 	r = kvd_memory_check(conn->kvd, open_msg->gpu_uuid, error);
-	if (r == -EAGAIN || (!r && kvd_proof_wait(conn)) ||
+	/* LEASES of the open before wait for the socket: conn_writable() goes on with it. */
+	if ((conn->leases && !KV_MUTANT(leases_cut)) || r == -EAGAIN ||
+	    (!r && kvd_proof_wait(conn)) ||
 	    pool_open(conn, open_msg, (const float *)(open_msg + 1))) {
 		*ret_why = "no memory to hold a POOL_OPEN";
 		return kvd_conn_hold(conn, msg, bytes) ? -EPROTO : 0;

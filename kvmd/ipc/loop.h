@@ -98,7 +98,7 @@ bool kvd_loop_pending(struct kvd_loop *loop);
  * kvd_loop_kick() - add 1 to an eventfd that a client holds too; never blocks
  *
  * The client may have cleared O_NONBLOCK and filled the counter. With io_uring the write
- * goes out with the next wait and cannot block the loop.
+ * goes out with the next wait and cannot block the loop. A full counter is left as it is.
  */
 void kvd_loop_kick(struct kvd_loop *loop, int event_fd);
 

@@ -97,7 +97,8 @@ int kvd_msg_receive(int fd, void *buf, size_t room, const char **ret_why)
 	return *ret_why ? -EPROTO : (int)n;
 }
 
-/* Return: 0; -EAGAIN; -errno */
+/* Return: 0; -EAGAIN; -ETOOMANYREFS fds in flight are limited, some are taken when their
+ * peers read; -errno */
 static int send_now(int fd, const void *data, size_t bytes, const int *fds, u32 nr_fds)
 {
 	union {
@@ -127,9 +128,8 @@ static int send_now(int fd, const void *data, size_t bytes, const int *fds, u32 
 	do {
 		n = sendmsg(fd, &mh, MSG_DONTWAIT | MSG_NOSIGNAL);
 	} while (n < 0 && errno == EINTR);
-	/* ETOOMANYREFS: fds in flight are limited; some are taken when the peer reads. */
 	if (n < 0)
-		return errno == ETOOMANYREFS ? -EAGAIN : -errno;
+		return -errno;
 	kvd_stats.messages_out++;
 	return 0;
 }
@@ -155,6 +155,7 @@ void kvd_out_clear(struct kvd_out *out)
 	list_for_each_entry_safe (m, tmp, &out->messages, node)
 		message_free(out, m);
 	kv_assert(!out->nr && !out->bytes);
+	out->refs = false;
 }
 
 static int out_queue(struct kvd_out *out, const struct kv_msg *msg, const int *fds)
@@ -188,7 +189,8 @@ int kvd_out_send(struct kvd_out *out, int fd, const struct kv_msg *msg, const in
 	if (out->nr)
 		return out_queue(out, msg, fds);
 	r = send_now(fd, msg, msg->size_bytes, fds, msg->nr_fds);
-	return r == -EAGAIN ? out_queue(out, msg, fds) : r;
+	out->refs = r == -ETOOMANYREFS;
+	return r == -EAGAIN || out->refs ? out_queue(out, msg, fds) : r;
 }
 
 /* The pool whose descriptors a message carries; 0 = none. */
@@ -238,7 +240,8 @@ int kvd_out_flush(struct kvd_out *out, int fd)
 
 	list_for_each_entry_safe (m, tmp, &out->messages, node) {
 		r = send_now(fd, m->data, m->bytes, m->fds, m->nr_fds);
-		if (r == -EAGAIN)
+		out->refs = r == -ETOOMANYREFS;
+		if (r == -EAGAIN || out->refs)
 			break;
 		if (r)
 			return r;

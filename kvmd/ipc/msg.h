@@ -28,12 +28,15 @@
  * @messages: struct out_message.node, oldest first
  * @nr, @bytes: what waits
  * @stuck_since_ns: since when the first one waits
+ * @refs: it waits because too many descriptors are in flight, of all peers together: its
+ *	socket is writable, and nobody says when to try again
  */
 struct kvd_out {
 	struct list_node messages;
 	u32 nr;
 	u32 bytes;
 	u64 stuck_since_ns;
+	bool refs;
 };
 
 /**

@@ -39,7 +39,7 @@ static const struct kvd_op optable[KV_OP_NR] = {
 	[KV_OP_SEAL] =
 		{
 			.name = "seal",
-			.flags = KVD_OP_POOL,
+			.flags = KVD_OP_POOL | KVD_OP_HASH,
 			.nr_min = 1,
 			.nr_max = KV_BATCH_MAX,
 			.arg_fixed = sizeof(struct kv_seal_arg),
@@ -51,7 +51,7 @@ static const struct kvd_op optable[KV_OP_NR] = {
 	[KV_OP_LOOKUP] =
 		{
 			.name = "lookup",
-			.flags = KVD_OP_POOL | KVD_OP_SOME | KVD_OP_LATE,
+			.flags = KVD_OP_POOL | KVD_OP_SOME | KVD_OP_LATE | KVD_OP_HASH,
 			.nr_max = KV_LOOKUP_MAX,
 			.arg_fixed = sizeof(struct kv_lookup_arg),
 			.arg_each = sizeof(u32),
@@ -115,7 +115,7 @@ static const struct kvd_op optable[KV_OP_NR] = {
 	[KV_OP_PREFETCH] =
 		{
 			.name = "prefetch",
-			.flags = KVD_OP_POOL | KVD_OP_SOME,
+			.flags = KVD_OP_POOL | KVD_OP_SOME | KVD_OP_HASH,
 			.nr_max = KV_LOOKUP_MAX,
 			.arg_fixed = sizeof(struct kv_lookup_arg),
 			.arg_each = sizeof(u32),

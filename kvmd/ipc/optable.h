@@ -21,6 +21,7 @@ struct kvd_request;
 #define KVD_OP_MONITOR	0x08u /* allowed to KV_ROLE_MONITOR */
 #define KVD_OP_SOME	0x10u /* room for one result is enough (LOOKUP) */
 #define KVD_OP_LATE	0x20u /* what follows arg_fixed is copied by the steps, once */
+#define KVD_OP_HASH	0x40u /* goes on the hash queue */
 
 /**
  * struct kvd_op - a row

@@ -11,6 +11,7 @@
 #include "kvmd/daemon.h"
 #include "kvmd/dbg/log.h"
 #include "kvmd/ipc/conn.h"
+#include "kvmd/own/image.h"
 
 #define EXIT_POLL_NS (10 * KV_NSEC_PER_MSEC)
 #define SEEN_POLL_NS KV_NSEC_PER_SEC
@@ -40,6 +41,27 @@ static bool proves_end(const struct kvd_conn *conn, const struct kvd_nvml_answer
 	return !kvd_nvml_lists(a, (u32)conn->cred.pid, &mps);
 }
 
+/* Kept: the process may end when another kvmd serves, or none. */
+static void seen(struct kvd_conn *conn, enum kvd_seen what)
+{
+	conn->proof.seen = what;
+	if (!conn->session || !conn->session->image || KV_MUTANT(seen_forgotten))
+		return;
+	conn->session->image->seen =
+		what == KVD_SEEN_MPS ? KVD_IMAGE_MPS : KVD_IMAGE_LISTED;
+	kvd_crash_point();
+}
+
+void kvd_proof_adopt(struct kvd_conn *conn)
+{
+	const struct kvd_image_session *is = conn->session->image;
+
+	if (is && is->seen == KVD_IMAGE_LISTED)
+		conn->proof.seen = KVD_SEEN_LISTED;
+	if (is && is->seen == KVD_IMAGE_MPS)
+		conn->proof.seen = KVD_SEEN_MPS;
+}
+
 static void look_at_conn(struct kvd_conn *conn, const struct kvd_nvml_answer *a)
 {
 	struct kvd_conn_proof *p = &conn->proof;
@@ -58,9 +80,9 @@ static void look_at_conn(struct kvd_conn *conn, const struct kvd_nvml_answer *a)
 	    !kvd_nvml_lists(a, (u32)conn->cred.pid, &mps) || !still_alive(conn))
 		return;
 	if (mps)
-		p->seen = KVD_SEEN_MPS;
+		seen(conn, KVD_SEEN_MPS);
 	else if (p->seen == KVD_SEEN_NOT)
-		p->seen = KVD_SEEN_LISTED;
+		seen(conn, KVD_SEEN_LISTED);
 }
 
 static void answer_ready(void *arg, u32 events)
@@ -86,12 +108,24 @@ static void answer_ready(void *arg, u32 events)
 								   : EXIT_POLL_NS));
 }
 
+/* NVML is asked of one GPU, by its name, for as long as kvmd lives. */
+static bool gpu_known(const struct kvd *kvd)
+{
+	static const u8 zero[16];
+	u8 uuid[16];
+
+	kvd_memory_uuid(kvd, uuid);
+	return memcmp(uuid, zero, sizeof(uuid)) || KV_MUTANT(nvml_asked_early);
+}
+
 u64 kvd_proof_ask(struct kvd *kvd)
 {
 	struct kvd_proof *proof = &kvd->proof;
 	char text[KVD_UUID_TEXT];
 
 	if (!proof->nvml) {
+		if (!gpu_known(kvd))
+			return 0;
 		if (kvd_nvml_create(kvd_memory_quota_name(kvd, text), &proof->nvml))
 			return 0;
 		proof->watch.fd = kvd_nvml_event_fd(proof->nvml);

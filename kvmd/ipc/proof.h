@@ -70,10 +70,14 @@ struct kvd_conn_proof {
  */
 bool kvd_proof_wait(struct kvd_conn *conn);
 
+/** kvd_proof_adopt() - what an earlier kvmd saw of the process of @conn's session */
+void kvd_proof_adopt(struct kvd_conn *conn);
+
 /** kvd_proof_exited() - the pidfd of an ended session is readable. It may be reaped here */
 void kvd_proof_exited(struct kvd_conn *conn);
 
-/** kvd_proof_ask() - for the mover. Return: the question's number; 0: it cannot be asked */
+/** kvd_proof_ask() - for the mover. Return: the question's number; 0: it cannot be asked,
+ * or not yet: the driver is starting, and no --gpu says which GPU it is */
 u64 kvd_proof_ask(struct kvd *kvd);
 
 /** kvd_proof_turn() - ask what is due */

@@ -5,7 +5,8 @@
  *
  * Copy the entry, check the copy, copy the arguments, check room for the results, act,
  * write the results, complete. One session gets at most SERVE_BATCH entries a turn and
- * one hashing request at a time; all sessions share one hashing slice a turn.
+ * one hashing request at a time, a tenant's together KVD_HASHING_EACH; all share one hashing
+ * slice a turn.
  */
 #include "kvmd/ipc/request.h"
 
@@ -130,6 +131,12 @@ static int request_prepare(struct kvd_request *req)
 				 req->args);
 }
 
+/* One tenant's requests on the hash queue. */
+static u16 *hashing_of(const struct kvd_conn *conn)
+{
+	return &conn->kvd->requests.nr_hashing[conn->session->tenant->index];
+}
+
 /* Moves a request to where its answer says. */
 static void request_dispatch(struct kvd_request *req, int result)
 {
@@ -137,6 +144,7 @@ static void request_dispatch(struct kvd_request *req, int result)
 	struct kvd_requests *rs = &conn->kvd->requests;
 
 	if (result == KVD_REQUEST_AGAIN) {
+		++*hashing_of(conn);
 		conn->nr_requests++;
 		list_del(&req->node);
 		list_add_tail(&rs->hashing, &req->node);
@@ -176,11 +184,19 @@ static void ring_fault(struct kvd_conn *conn)
 	kvd_conn_end(conn, -EPROTO, kvd_ring_fault_str(conn->ring.fault));
 }
 
+static bool hashes(u32 opcode)
+{
+	const struct kvd_op *op = kvd_op_row(opcode);
+
+	return op && (op->flags & KVD_OP_HASH);
+}
+
 static u32 serve_conn(struct kvd_conn *conn)
 {
 	struct kvd *kvd = conn->kvd;
 	struct kvd_request *req;
 	u64 pages = 0;
+	bool full;
 	u32 nr;
 	int r = 0;
 
@@ -193,9 +209,20 @@ static u32 serve_conn(struct kvd_conn *conn)
 		req = list_first(&kvd->requests.free, struct kvd_request, node);
 		if (!req)
 			break;
+		/* What waits to be hashed holds a request each: some are left to others. */
+		full = *hashing_of(conn) >= KVD_HASHING_EACH &&
+		       !KV_MUTANT(hashing_unbounded);
+		if (full && (!kvd_ring_waiting(&conn->ring) ||
+			     hashes(kvd_ring_peek(&conn->ring))))
+			break;
 		r = kvd_ring_fetch(&conn->ring, &req->sqe);
 		if (r <= 0)
 			break;
+		if (full && hashes(req->sqe.opcode)) {
+			conn->ring.fault = KVD_RING_CHANGED;
+			r = -EPROTO;
+			break;
+		}
 		req->conn = conn;
 		/* In a resume it frees what no answer has brought, nothing else. */
 		if (req->sqe.opcode != KV_OP_FREE && !KV_MUTANT(resume_never_over))
@@ -244,10 +271,12 @@ u32 kvd_serve_hashing(struct kvd *kvd)
 		list_del(&req->node);
 		list_add_tail(&rs->hashing, &req->node);
 	} else if (r == KVD_REQUEST_PARK) {
+		--*hashing_of(conn);
 		conn->nr_requests--;
 		request_dispatch(req, r);
 		kvd_conn_awake(conn);
 	} else {
+		--*hashing_of(conn);
 		conn->nr_requests--;
 		request_finish(req, r);
 		kvd_serve_publish(conn);
@@ -292,10 +321,12 @@ static void cancel_list(struct kvd_conn *conn, struct list_node *list, u32 pool_
 	list_for_each_entry_safe (req, tmp, list, node) {
 		if (req->conn != conn || (pool_id && req->sqe.pool_id != pool_id))
 			continue;
-		if (parked)
+		if (parked) {
 			unpark(req);
-		else
+		} else {
+			--*hashing_of(conn);
 			conn->nr_requests--;
+		}
 		if (pool_id)
 			request_finish(req, -ECANCELED);
 		else

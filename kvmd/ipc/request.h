@@ -21,6 +21,7 @@ struct kvd_op;
 
 #define KVD_REQUESTS	      128u
 #define KVD_PARKED_MAX	      64u /* all sessions */
+#define KVD_HASHING_EACH      32u /* one tenant */
 #define KVD_PARKED_EACH	      8u  /* one session */
 #define KVD_PARK_NS	      1000000000ull
 #define KVD_REQUEST_AGAIN     0x40000001 /* answers of handlers; no outcome, no errno */
@@ -68,6 +69,7 @@ struct kvd_request {
  * struct kvd_requests - all of them
  * @free, @hashing, @parked: struct kvd_request.node
  * @nr_parked: length of @parked
+ * @nr_hashing: requests on @hashing, by tenant
  * @all: [KVD_REQUESTS]; owned
  * @arena, @arena_bytes: buffers; owned
  */
@@ -76,6 +78,7 @@ struct kvd_requests {
 	struct list_node hashing;
 	struct list_node parked;
 	u32 nr_parked;
+	u16 nr_hashing[KVD_TENANTS_MAX];
 	struct kvd_request *all;
 	u8 *arena;
 	size_t arena_bytes;

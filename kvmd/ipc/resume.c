@@ -70,6 +70,7 @@ void kvd_conn_take_up(struct kvd_conn *conn, struct kvd_conn *away)
 	memcpy(conn->cookie, away->cookie, sizeof(conn->cookie));
 	memcpy(conn->name, away->name, sizeof(conn->name));
 	conn->resumed = conn->resuming = true;
+	conn->proof.seen = away->proof.seen;
 	/* Its pidfd stays the keeper's; ours is of the same process. */
 	away->page = NULL;
 	away->page_fd = -1;

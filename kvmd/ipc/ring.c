@@ -143,6 +143,11 @@ int kvd_ring_fetch(struct kvd_ring *ring, struct kv_sqe *ret_sqe)
 	return 1;
 }
 
+u32 kvd_ring_peek(const struct kvd_ring *ring)
+{
+	return kv_read_once(ring->sq[ring->sq_head & (ring->sq_depth - 1)].opcode);
+}
+
 bool kvd_ring_waiting(const struct kvd_ring *ring)
 {
 	return kv_load_acquire32(&ring->hdr->sq_tail) != ring->sq_head;
@@ -238,6 +243,8 @@ const char *kvd_ring_fault_str(enum kvd_ring_fault fault)
 		return "cq_head jumped out of the ring";
 	case KVD_RING_NONCE:
 		return "entry with another ring's nonce";
+	case KVD_RING_CHANGED:
+		return "entry that changed while it was looked at";
 	case KVD_RING_OK:
 		break;
 	}

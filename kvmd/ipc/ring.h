@@ -23,6 +23,7 @@ enum kvd_ring_fault {
 	KVD_RING_SQ_JUMP, /* sq_tail further than sq_depth ahead */
 	KVD_RING_CQ_JUMP, /* cq_head beyond what was completed */
 	KVD_RING_NONCE,	  /* an entry of another ring */
+	KVD_RING_CHANGED, /* an entry changed between two looks at it */
 };
 
 /**
@@ -80,6 +81,10 @@ void kvd_ring_destroy(struct kvd_ring *ring);
  * Return: 1 an entry; 0 none, or the CQ is full; -EPROTO and @ring->fault.
  */
 int kvd_ring_fetch(struct kvd_ring *ring, struct kv_sqe *ret_sqe);
+
+/** kvd_ring_peek() - opcode of the entry that would be fetched, when kvd_ring_waiting(); the
+ * copy may say another */
+u32 kvd_ring_peek(const struct kvd_ring *ring);
 
 /** kvd_ring_waiting() - are there entries? Also true when a look would find a fault */
 bool kvd_ring_waiting(const struct kvd_ring *ring);

@@ -141,6 +141,8 @@ static int extent_room(struct kvd_pool *pool)
 	struct kvd_mm *mm = pool->mm;
 	u64 bytes = pool->geo.extent_bytes;
 
+	if (!mm->limits.capacity_bytes)
+		return KV_PENDING;
 	if (!mm->ops->may_grow(pool))
 		return KV_FULL;
 	while (mm->extent_bytes_used + bytes > mm->limits.capacity_bytes) {
@@ -219,6 +221,7 @@ static void extent_release(struct kvd_pool *pool, u32 index)
 		mm->keep->extent_del(mm->keep->arg, pool->id, index, e->serial);
 	mm->backend->ops->extent_free(mm->backend, &e->handle, pool->geo.extent_bytes);
 	mm->extent_bytes_used -= pool->geo.extent_bytes;
+	mm->adopted_bytes = KV_MIN(mm->adopted_bytes, mm->extent_bytes_used);
 	mm->draining_bytes -= pool->geo.extent_bytes;
 	e->state = KVD_EXTENT_NONE;
 	e->serial = 0;
@@ -305,6 +308,7 @@ int kvd_extent_adopt(struct kvd_pool *pool, u32 index, int fd)
 	e->domain_id = pool->domain_id;
 	e->state = state;
 	mm->extent_bytes_used += pool->geo.extent_bytes;
+	mm->adopted_bytes = mm->extent_bytes_used;
 	if (state == KVD_EXTENT_LIVE) {
 		pool->nr_live_extents++;
 		kvd_table_use(&pool->table, (index + 1) << pool->geo.shift);

@@ -64,8 +64,8 @@ int kvd_geometry_choose(u64 stride_bytes, const struct kvd_backend_limits *limit
  * kvd_extent_grow() - add one extent to a pool
  *
  * Return: 0; KV_FULL: the capacity is used up or promised to tenants below their min;
- *	KV_PENDING: the backend is not ready; -errno of the backend other than -ENOMEM,
- *	-EAGAIN. On failure nothing changed.
+ *	KV_PENDING: the backend is not ready, or its size not known; -errno of the backend other
+ *	than -ENOMEM, -EAGAIN. On failure nothing changed.
  */
 int kvd_extent_grow(struct kvd_pool *pool);
 

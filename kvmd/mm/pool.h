@@ -65,11 +65,13 @@ struct kvd_mm_ops {
  * @env: outside services; borrowed
  * @ops: own/'s hooks; borrowed
  * @backend: borrowed
- * @limits: of @backend; capacity_bytes may have been lowered by configuration
+ * @limits: of @backend; capacity_bytes may have been lowered by configuration; 0: not known
+ *	yet, a GPU is starting
  * @now_ns: time; set by kvd_core_run() and by whoever calls in between
  * @table_epoch: this instance of kvmd
  * @gens, @grace: see tag.h, grace.h
  * @extent_bytes_used: all extents, DRAINING ones included
+ * @adopted_bytes: so much of it may be there although it is beyond the capacity
  * @pools: by index; pool_id = index + 1
  * @pools_end: no pool lies at or behind this index
  * @accounts: by tenant index; NULL = unused; borrowed from own/
@@ -95,6 +97,7 @@ struct kvd_mm {
 	struct kvd_gens gens;
 	struct kvd_grace grace;
 	u64 extent_bytes_used;
+	u64 adopted_bytes;
 	struct kvd_pool *pools[KVD_POOLS_MAX];
 	u32 pools_end;
 	struct kvd_account *accounts[KVD_TENANTS_MAX];

@@ -192,7 +192,8 @@ static u32 watermark_debt(const struct kvd_pool *pool)
 	u32 coming = pool->nr[KVD_FREE] + kvd_pool_nr_coming(pool);
 	const struct kvd_mm *mm = pool->mm;
 
-	if (mm->extent_bytes_used + pool->geo.extent_bytes <= mm->limits.capacity_bytes)
+	if (mm->extent_bytes_used + pool->geo.extent_bytes <= mm->limits.capacity_bytes ||
+	    !mm->limits.capacity_bytes)
 		return 0;
 	if (coming >= pool->low_pages &&
 	    (!pool->nr[KVD_SPILLING] || coming + REFILL_LEAST > pool->high_pages))

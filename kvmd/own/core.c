@@ -141,7 +141,7 @@ static u32 pool_pressure(const struct kvd_pool *pool)
 	/* Held for a while: sessions are told of a state, not of every refusal. */
 	if (pool->starved_ns && mm->now_ns - pool->starved_ns < KV_NSEC_PER_SEC)
 		return 2;
-	if (pool->nr[KVD_FREE] < pool->low_pages &&
+	if (pool->nr[KVD_FREE] < pool->low_pages && mm->limits.capacity_bytes &&
 	    mm->extent_bytes_used + pool->geo.extent_bytes > mm->limits.capacity_bytes)
 		return 1;
 	return 0;
@@ -189,10 +189,25 @@ static void second_turn(struct kvd_core *core)
 	}
 }
 
+/* Also for those whose wait ended between two turns: in an allocation, or by a revoke. */
+static void stalls_turn(struct kvd_core *core)
+{
+	struct kvd_mm *mm = &core->mm;
+	bool waits = kvd_grace_nr_waiting(&mm->grace) != 0;
+
+	if (!waits && core->calm_scans == mm->grace.scans)
+		return;
+	for (u32 i = 0; i < core->domains_end; i++) {
+		if (core->domains[i])
+			kvd_grace_stalls(mm, &core->domains[i]->group);
+	}
+	if (!waits)
+		core->calm_scans = mm->grace.scans;
+}
+
 u64 kvd_core_run(struct kvd_core *core)
 {
 	struct kvd_mm *mm = &core->mm;
-	bool waited = kvd_grace_nr_waiting(&mm->grace) != 0;
 	bool more = kvd_session_turn(core);
 
 	more |= kvd_grace_turn(mm);
@@ -200,12 +215,7 @@ u64 kvd_core_run(struct kvd_core *core)
 		more = true;
 	if (!list_empty(&mm->grace.open))
 		more |= kvd_grace_turn(mm);
-	if (waited || kvd_grace_nr_waiting(&mm->grace)) {
-		for (u32 i = 0; i < core->domains_end; i++) {
-			if (core->domains[i])
-				kvd_grace_stalls(mm, &core->domains[i]->group);
-		}
-	}
+	stalls_turn(core);
 	pools_turn(core);
 	second_turn(core);
 	if (more)

@@ -111,6 +111,8 @@ struct kvd_core_config {
  * @nr_left_pages: held, not in stock, by sessions when they ended
  * @unmet_bytes, @unmet_valid: sum of the domains' unmet_bytes, if it is right
  * @second_ns: when the once-a-second work was done last
+ * @calm_scans: mm.grace.scans when nothing waited at the end of a turn: readers that were
+ *	looked at since may still show a stall, or wish to be kicked
  */
 struct kvd_core {
 	struct kvd_mm mm;
@@ -130,6 +132,7 @@ struct kvd_core {
 	u64 nr_turns;
 	u64 nr_left_pages;
 	u64 second_ns;
+	u64 calm_scans;
 	u32 sweep_pool;
 };
 

@@ -24,6 +24,10 @@
 #define KVD_IMAGE_LIVE	   0x4c495645u
 #define KVD_IMAGE_ENDED	   0x9a11eb0au
 
+/* Values of kvd_image_session.seen; anything else counts as 0: not seen. */
+#define KVD_IMAGE_LISTED   0x6c697374u
+#define KVD_IMAGE_MPS	   0x9dcf8a3bu
+
 struct kvd_image_domain {
 	char name[KV_NAME_BYTES];
 	u64 check; /* 0 = unused */
@@ -40,6 +44,7 @@ struct kvd_image_tenant {
  * @id .. @name: constant, covered by @check
  * @state: KVD_IMAGE_*
  * @pools: kvd_image_pool() of each open pool, by entry of kvd_session.attach
+ * @seen: KVD_IMAGE_*: what NVML said of the process while it lived (ipc/proof.h)
  */
 struct kvd_image_session {
 	u64 id;
@@ -52,7 +57,7 @@ struct kvd_image_session {
 	u64 check;
 	u32 state;
 	u32 pools[KV_POOLS_MAX];
-	u32 reserved;
+	u32 seen;
 };
 
 /**

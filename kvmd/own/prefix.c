@@ -191,6 +191,7 @@ static void child_link(struct kvd_pool *pool, struct kvd_frame *f, u32 parent)
 {
 	struct kvd_link *link = &pool->links[f->pfn];
 
+	kv_assert(parent != f->pfn);
 	kvd_frame_touch(pool, f->pfn);
 	f->parent = parent;
 	f->parent_gen = 0;
@@ -407,6 +408,7 @@ static bool lookup_key(struct kvd_lookup_op *op)
 {
 	const struct kvd_lookup_key *k = key_of(op, op->nr);
 	struct kvd_pool *pool = op->a->pool;
+	const struct kvd_frame *p;
 	struct kvd_frame *f;
 	u32 pfn;
 
@@ -420,9 +422,11 @@ static bool lookup_key(struct kvd_lookup_op *op)
 	/* Could a walk have found it? Then it may find those behind it. */
 	op->by_keys = pool->links[pfn].walk != k->walk ||
 		      pool->links[pfn].walk_parent != op->parent_gen;
-	/* An orphan's parent is back under a new pfn: the tree needs to know. */
-	if (op->nr && !parent_alive(pool, f) &&
-	    (pool->frames[op->parent].flags & KVD_FRAME_INDEXED))
+	/* An orphan's parent is back under a new pfn: the tree needs to know. Whoever gave up
+	 * its pin between two turns let that pfn be another page: @pfn itself, even. */
+	p = op->nr && !parent_alive(pool, f) ? &pool->frames[op->parent] : NULL;
+	if (p && (p->flags & KVD_FRAME_INDEXED) &&
+	    (kv_tag_gen(p->tag) == op->parent_gen || KV_MUTANT(stale_parent_linked)))
 		child_link(pool, f, op->parent);
 	if (!pool->links[pfn].walk)
 		kvd_walk_add(pool, pfn, k->walk);

@@ -53,6 +53,8 @@ int kvd_restore_begin(struct kvd_tenant *tenant, struct kvd_pool *pool, u32 *ret
 	u32 pfn;
 	int r;
 
+	if (tenant->account.draining && !KV_MUTANT(drain_grants))
+		return KV_QUOTA;
 	r = kvd_charge_try(tenant, pool, 1);
 	if (r)
 		return r;

@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include "base/mutant.h"
 #include "kvmd/own/core.h"
 #include "kvmd/own/verify.h"
 #include "kvmd/own/walk.h"
@@ -165,7 +166,10 @@ static void verify_charges(struct kvd_core *core, const u64 *used,
 				(unsigned long long)kvd_domain_unmet_min(core, d));
 	}
 	if (extents != core->mm.extent_bytes_used ||
-	    extents > core->mm.limits.capacity_bytes)
+	    extents > KV_MAX(core->mm.limits.capacity_bytes,
+			     KV_MUTANT(adopted_beyond_is_damage)
+				     ? 0
+				     : core->mm.adopted_bytes))
 		kvd_finding_add(fs, 7, 0, KVD_PFN_NONE,
 				"extents: charged %llu, have %llu",
 				(unsigned long long)core->mm.extent_bytes_used,

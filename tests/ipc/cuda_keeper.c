@@ -119,4 +119,38 @@ KVT_TEST_T(extents_survive_with_the_keeper_alone, 60)
 	ipc_stop(&kvmd);
 }
 
+/*
+ * Without --gpu-bytes the size of the GPU is known when its driver has started, which is long
+ * after extents have been taken over.
+ */
+KVT_TEST_T(extents_are_adopted_before_the_size_is_known, 60)
+{
+	static const char *const unsized[] = {"--keeper", "--backend", "cuda",
+					      "--test-extents", NULL};
+	int done[2], go[2];
+	pid_t w, r;
+	char byte;
+
+	setenv("KVT_BACKEND", "cuda", 1);
+	ipc_need_fake();
+	KVT_EXPECT_EQ(pipe(done), 0);
+	KVT_EXPECT_EQ(pipe(go), 0);
+	start();
+	w = ipc_child(writer, (void *)(intptr_t)done[1]);
+	r = ipc_child(reader, (void *)(intptr_t)go[0]);
+	KVT_EXPECT_EQ(read(done[0], &byte, 1), 1);
+	kill(w, SIGKILL);
+	ipc_wait(w);
+	kill_kvmd();
+	setenv("FAKE_CUDA_INIT_MS", "500", 1);
+	if (!ipc_start_again(&kvmd, unsized)) {
+		ipc_show_log(&kvmd);
+		KVT_FAIL("kvmd does not start again");
+	}
+	unsetenv("FAKE_CUDA_INIT_MS");
+	KVT_EXPECT_EQ(write(go[1], "x", 1), 1);
+	KVT_EXPECT_EQ(ipc_wait(r), 0);
+	ipc_stop(&kvmd);
+}
+
 KVT_MAIN()

@@ -199,4 +199,54 @@ KVT_TEST(o56_ring_of_yesterday_has_no_effect)
 	daemon_stop(&d);
 }
 
+/* Sessions that one process leaves behind in a step, until it is refused; it lives on. */
+static pid_t litter(u32 most, u32 *ret_nr)
+{
+	struct raw c;
+	int p[2], r = 0;
+	pid_t pid;
+
+	KVT_EXPECT(!pipe(p));
+	fflush(stdout);
+	pid = fork();
+	if (pid == 0) {
+		for (*ret_nr = 0; *ret_nr < most && !r; *ret_nr += !r) {
+			raw_connect(&c, &d);
+			r = raw_hello_try(&c, "litter");
+			if (!r)
+				kv_slot_announce(c.page, 0, 1);
+			raw_close(&c);
+		}
+		KVT_EXPECT_EQ(write(p[1], ret_nr, sizeof(*ret_nr)), sizeof(*ret_nr));
+		for (;;)
+			pause();
+	}
+	close(p[1]);
+	KVT_EXPECT_EQ(read(p[0], ret_nr, sizeof(*ret_nr)), sizeof(*ret_nr));
+	close(p[0]);
+	return pid;
+}
+
+/*
+ * An ended session whose step is not over takes a place of its uid's as before: else one uid
+ * that hangs up in a step, again and again, would take all of kvmd's.
+ */
+KVT_TEST_T(sessions_left_behind_in_a_step_count, 60)
+{
+	struct raw c;
+	pid_t pid;
+	u32 nr;
+
+	daemon_start(&d, NULL);
+	pid = litter(KVD_CONNS_EACH_MAX + 50, &nr);
+	KVT_EXPECT_EQ(nr, KVD_CONNS_EACH_MAX);
+	kill(pid, SIGKILL);
+	waitpid(pid, NULL, 0);
+	daemon_wait(&d, "{\"op\":\"status\"}", "sessions", 0, 10000);
+	raw_connect(&c, &d);
+	KVT_EXPECT_EQ(raw_hello(&c, "later"), 0);
+	raw_close(&c);
+	daemon_stop(&d);
+}
+
 KVT_MAIN()

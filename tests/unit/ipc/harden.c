@@ -85,11 +85,13 @@ static void environment_goes(void)
 	setenv("KV_CUDA_LIB", "/tmp/evil.so", 1);
 	setenv("LD_LIBRARY_PATH", "/tmp", 1);
 	setenv("PATH", "/usr/bin", 1);
+	setenv("JOURNAL_STREAM", "8:1234", 1); /* or the journal shows errors as news */
 	kvd_harden_environment();
 	KVT_EXPECT(!getenv("CUDA_VISIBLE_DEVICES"));
 	KVT_EXPECT(!getenv("KV_CUDA_LIB"));
 	KVT_EXPECT(!getenv("LD_LIBRARY_PATH"));
 	KVT_EXPECT_STR(getenv("PATH"), "/usr/bin");
+	KVT_EXPECT(getenv("JOURNAL_STREAM"));
 }
 
 KVT_TEST(the_callers_environment_steers_nothing)

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How much one session gets in a turn: others wait for as long as it takes. */
 #include <pthread.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include "kvmd/ipc/conn.h"
 #include "tests/kvt.h"
 #include "tests/unit/ipc/common.h"
 
@@ -145,6 +147,81 @@ KVT_TEST(audit_takes_many_turns)
 	for (u32 i = 0; i < 20 && daemon_kvd.audit_run; i++)
 		KVT_EXPECT(!kvd_turn(&daemon_kvd));
 	KVT_EXPECT(!daemon_kvd.audit_run);
+	raw_close(&c);
+	kvd_fini(&daemon_kvd);
+	snprintf(command, sizeof(command), "rm -r %s", d.dir);
+	KVT_EXPECT_EQ(system(command), 0);
+}
+
+#define SEALERS (KVD_REQUESTS + 8)
+#define SEALED	512u
+
+/* Entries that are hashed over 32 turns each and then refused: the pages are not its own. */
+static void seals_without_end(struct raw *c)
+{
+	struct kv_sqe sqe = {.opcode = KV_OP_SEAL,
+			     .pool_id = c->pool.pool_id,
+			     .nr = SEALED,
+			     .arg_bytes = sizeof(struct kv_seal_arg) +
+					  SEALED * (sizeof(struct kv_seal_page) +
+						    KV_PAGE_TOKENS * sizeof(u32)),
+			     .ret_off = 1u << 20,
+			     .ret_bytes = SEALED * sizeof(struct kv_seal_ret)};
+
+	((struct kv_seal_arg *)c->args)->flags = KV_SEAL_ROOT;
+	for (u32 i = 0; i < ENTRIES; i++)
+		raw_submit(c, sqe);
+}
+
+/* What one tenant has hashed takes turns, not the requests that others are served with. */
+KVT_TEST(a_tenant_that_has_much_hashed_leaves_requests_for_others)
+{
+	struct kvd_limits lim = {.high_bytes = 1, .max_bytes = 1, .weight = 1};
+	static struct raw sealers[SEALERS];
+	struct kv_sqe nop = {.opcode = KV_OP_NOP};
+	struct kvd_tenant *mine, *other;
+	struct kvd_session *s;
+	pthread_t thread;
+	struct daemon d;
+	char command[96];
+	struct rlimit lim_fds;
+	struct raw c;
+	u32 turn, before;
+
+	KVT_EXPECT(!getrlimit(RLIMIT_NOFILE, &lim_fds));
+	lim_fds.rlim_cur = lim_fds.rlim_max;
+	KVT_EXPECT(!setrlimit(RLIMIT_NOFILE, &lim_fds));
+	if (lim_fds.rlim_max < 20 * SEALERS)
+		KVT_SKIP("RLIMIT_NOFILE is %llu", (unsigned long long)lim_fds.rlim_max);
+	scene(&d, &c);
+	s = kv_container_of(daemon_kvd.core.sessions.next, struct kvd_session, node);
+	turning = true;
+	KVT_EXPECT(!pthread_create(&thread, NULL, turns, NULL));
+	for (u32 i = 0; i < SEALERS; i++)
+		raw_open(&sealers[i], &d);
+	__atomic_store_n(&turning, false, __ATOMIC_RELEASE);
+	pthread_join(thread, NULL);
+	/* the one that was there first is somebody else's */
+	mine = s->tenant;
+	KVT_EXPECT(!kvd_tenant_create(&daemon_kvd.core, mine->domain, "other", &lim,
+				      &other));
+	s->tenant = other;
+	for (u32 i = 0; i < SEALERS; i++)
+		seals_without_end(&sealers[i]);
+	for (turn = 0; turn < 200; turn++)
+		KVT_EXPECT(!kvd_turn(&daemon_kvd));
+	for (u32 i = 0; i < 3; i++) {
+		before = completed(&c);
+		raw_submit(&c, nop);
+		/* The thread that armed its eventfd has ended, and the kernel takes its time. */
+		kvd_conn_awake(s->owner);
+		for (turn = 0; turn < 20000 && completed(&c) == before; turn++)
+			KVT_EXPECT(!kvd_turn(&daemon_kvd));
+		KVT_EXPECT_LE(turn, 4);
+	}
+	s->tenant = mine;
+	for (u32 i = 0; i < SEALERS; i++)
+		raw_close(&sealers[i]);
 	raw_close(&c);
 	kvd_fini(&daemon_kvd);
 	snprintf(command, sizeof(command), "rm -r %s", d.dir);

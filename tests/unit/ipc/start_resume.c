@@ -176,6 +176,117 @@ KVT_TEST(a_session_is_taken_up_by_its_own_process_only)
 	}
 }
 
+static int asker; /* a socket of the session that is taken up */
+
+static bool ask(u32 *sent)
+{
+	const struct kv_msg_pool_open pool = pool_open_msg();
+	bool went = send(asker, &pool, sizeof(pool), MSG_DONTWAIT) == sizeof(pool);
+
+	*sent += went;
+	turns(1);
+	return went;
+}
+
+/* Opens its pool again and again, a few times more than the socket takes answers. */
+static void asks_before_it_reads(void)
+{
+	static union {
+		struct kv_msg msg;
+		struct kv_msg_leases leases;
+		u8 bytes[KV_MSG_BYTES_MAX];
+	} in;
+	u32 sent = 0, replies = 0, last = 0, waiting = 0;
+	struct kvd_conn *conn;
+
+	turns(6);
+	conn = list_first(&kvd.conns, struct kvd_conn, node);
+	KVT_EXPECT(conn->resumed);
+	while (ask(&sent) && waiting < 5)
+		waiting += conn->out.nr > 0;
+	for (u32 quiet = 0; quiet < 50; quiet++) {
+		while (recv(asker, &in, sizeof(in), MSG_DONTWAIT) > 0) {
+			replies += in.msg.type == KV_MSG_POOL_REPLY;
+			last += in.msg.type == KV_MSG_LEASES &&
+				(in.leases.flags & KV_LEASES_LAST);
+			quiet = 0;
+		}
+		turns(1);
+	}
+	KVT_EXPECT(sent > 10);
+	KVT_EXPECT_EQ(replies, sent);
+	KVT_EXPECT_EQ(last, sent);
+}
+
+/* LEASES that the socket does not take are not the end of them: each POOL_OPEN is told all. */
+KVT_TEST(each_open_of_a_session_taken_up_is_told_its_leases)
+{
+	struct kvd_image *image;
+	struct kv_msg_hello hello;
+
+	dir_make();
+	history();
+	image = image_map();
+	hello = hello_of(image);
+	asker = knock(&hello);
+	in_kvmd(asks_before_it_reads);
+	munmap(image, sizeof(*image));
+	close(asker);
+	close(client);
+	end();
+}
+
+/* As many sessions as one uid may have, or as there may be, wait for their processes. */
+static u32 crowd_nr, crowd_uid;
+
+static void in_a_crowd(void)
+{
+	int fd = memfd_create("page", MFD_CLOEXEC);
+	struct kvd_conn *conn;
+
+	KVT_EXPECT(fd >= 0 && !ftruncate(fd, KV_SESSION_BYTES));
+	for (u32 i = 1; i < crowd_nr; i++) {
+		conn = kvd_conn_away(&kvd, 100000 + i, fd, -1);
+		KVT_EXPECT(conn);
+		conn->cred.uid = crowd_uid;
+	}
+	turns(6);
+}
+
+/* Each of them comes back by a connection more. */
+KVT_TEST(the_last_session_that_a_uid_may_have_is_taken_up)
+{
+	struct kv_msg_hello_reply reply;
+	struct kvd_image *image;
+	struct kv_msg_hello hello;
+	int s;
+
+	for (u32 i = 0; i < 2; i++) {
+		crowd_nr = i ? KVD_CONNS_MAX : KVD_CONNS_EACH_MAX;
+		crowd_uid = getuid() + i;
+		dir_make();
+		history();
+		image = image_map();
+		hello = hello_of(image);
+		s = knock(&hello);
+		in_kvmd(in_a_crowd);
+		KVT_EXPECT_EQ(recv(s, &reply, sizeof(reply), 0), sizeof(reply));
+		KVT_EXPECT_EQ(reply.result, 0);
+		KVT_EXPECT(reply.flags & KV_HELLO_RESUMED);
+		close(s);
+		/* one session more is none of them */
+		memset(hello.cookie, 0, sizeof(hello.cookie));
+		s = knock(&hello);
+		in_kvmd(in_a_crowd);
+		KVT_EXPECT_EQ(recv(s, &reply, sizeof(reply), 0), sizeof(reply));
+		KVT_EXPECT(reply.result == -EUSERS);
+		munmap(image, sizeof(*image));
+		close(s);
+		close(client);
+		end();
+	}
+}
+
 /* One that it gave up waiting for, or that it has been told a part of: it comes again. */
 static void knock_and_go(const struct kv_msg_hello *hello, bool opens)
 {

@@ -57,6 +57,54 @@ KVT_TEST(keys_that_no_kvmd_has_made)
 	end();
 }
 
+/*
+ * A kvmd with less room than the one before, or with a GPU whose size is not known yet, takes
+ * all there is. It grows no more; what waits for the size is not asked from caches.
+ */
+static void adopted_into(u64 capacity_bytes, int growth)
+{
+	struct kvd_adopted ad = {0};
+	u32 cached[2], extents[2];
+	u64 whole;
+
+	begin();
+	core_start(&core, &gens, image, 8);
+	whole = core.mm.limits.capacity_bytes;
+	core.mm.limits.capacity_bytes = capacity_bytes;
+	adopt(&core, regions, sessions, &ad);
+	KVT_EXPECT_EQ(ad.pools, 2);
+	KVT_EXPECT_EQ(ad.damage, 0);
+	KVT_EXPECT(!audit(&core));
+	for (u32 i = 0; i < 2; i++) {
+		struct kvd_pool *pool = core.mm.pools[i];
+
+		pool->low_pages = 2; /* as a large pool has */
+		pool->high_pages = pool->geo.nr_pages;
+		cached[i] = pool->nr[KVD_CACHED];
+		extents[i] = pool->nr_live_extents;
+	}
+	KVT_EXPECT(cached[0] + cached[1] > 0);
+	for (u32 i = 0; i < 2; i++)
+		KVT_EXPECT_EQ(kvd_extent_grow(core.mm.pools[i]), growth);
+	for (u64 now = 10; now < 20; now++) {
+		kvd_core_now(&core, now);
+		kvd_core_run(&core);
+	}
+	for (u32 i = 0; i < 2 && !capacity_bytes; i++) {
+		KVT_EXPECT_EQ(core.mm.pools[i]->nr[KVD_CACHED], cached[i]);
+		KVT_EXPECT_EQ(core.mm.pools[i]->nr_live_extents, extents[i]);
+	}
+	KVT_EXPECT(!audit(&core));
+	core.mm.limits.capacity_bytes = whole;
+	end();
+}
+
+KVT_TEST(a_capacity_that_is_smaller_or_unknown_is_no_damage)
+{
+	adopted_into(4096, KV_FULL);
+	adopted_into(0, KV_PENDING);
+}
+
 /* The record under change goes back to a page with a writer: nobody else may hold it. */
 KVT_TEST(undone_record_is_its_owners_alone)
 {

@@ -181,6 +181,111 @@ KVT_TEST(walk_believes_no_hash)
 	rig_fini(&r);
 }
 
+/*
+ * A lookup that goes on over many turns stands on the page it found last. Whoever gives up
+ * that reference meanwhile (FREE beside a parked PREFETCH, a revoke) lets the pfn be
+ * another page by the next turn: what is found then is not its child.
+ */
+static struct kvd_lookup_op stands_on(u32 *ret_parent)
+{
+	struct kvd_lookup_op op;
+	u32 nr_seen;
+
+	setup(40);
+	forget_walks();
+	op = lookup_op(40 * KV_PAGE_TOKENS, 0, 64);
+	KVT_EXPECT_EQ(kvd_lookup_start(&op), 0);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);
+	nr_seen = op.nr;
+	*ret_parent = op.parent;
+	KVT_EXPECT_EQ(hits[nr_seen - 1].grant.pfn, op.parent);
+	KVT_EXPECT_EQ(rig_free1(s2, b, hits[nr_seen - 1].grant), 0);
+	kvd_prefix_evict(a->pool, op.parent);
+	rig_run(&r);
+	KVT_EXPECT_EQ(a->pool->frames[op.parent].state, KVD_FREE);
+	return op;
+}
+
+/* A page of @s in that very frame. */
+static void alloc_pfn(u32 pfn)
+{
+	struct kv_grant g[128];
+	u32 nr = 0;
+
+	do
+		g[nr] = rig_alloc1(s, a);
+	while (g[nr++].pfn != pfn);
+	for (u32 i = 0; i + 1 < nr; i++)
+		KVT_EXPECT_EQ(rig_free1(s, a, g[i]), 0);
+}
+
+/* Everything found is let go, and everything is evicted: the tree's counts are right. */
+static void all_goes(struct kvd_lookup_op *op)
+{
+	u32 nr, first;
+
+	while (kvd_lookup_step(op) == -EAGAIN)
+		;
+	for (u32 i = 0; i < op->nr; i++) {
+		struct kv_page_ref ref = {.pfn = hits[i].grant.pfn,
+					  .tag = hits[i].grant.tag};
+
+		kvd_lease_free(s2, b, &ref, 1, &nr, &first); /* one is gone: STALE */
+	}
+	rig_run(&r);
+	rig_audit(&r);
+	kvd_reclaim_pool(a->pool, s->tenant->index, 128, true);
+	rig_run(&r);
+	KVT_EXPECT_EQ(a->pool->nr[KVD_CACHED], 0);
+	rig_audit(&r);
+	rig_fini(&r);
+}
+
+static void seal_pfn(u32 pfn, u64 seq, u32 page, const u8 *parent_key)
+{
+	struct kv_seal_ret ret;
+	struct kv_grant g = {.pfn = pfn, .tag = a->pool->frames[pfn].tag};
+
+	KVT_EXPECT_EQ(rig_seal(s, a, &g, 1, seq, page, parent_key, &ret), 0);
+	KVT_EXPECT_EQ(rig_free1(s, a, g), 0);
+	rig_run(&r);
+}
+
+KVT_TEST(a_page_found_in_its_parents_old_place_is_not_its_own_parent)
+{
+	u32 parent, page;
+	struct kvd_lookup_op op = stands_on(&parent);
+
+	page = op.nr;
+	/* the page behind it comes again, in the frame that the one before it had */
+	for (u32 pfn = 0; pfn < a->pool->geo.nr_pages; pfn++) {
+		if (a->pool->frames[pfn].state == KVD_CACHED &&
+		    !memcmp(a->pool->tokens + (u64)pfn * KV_PAGE_TOKENS,
+			    tokens + page * KV_PAGE_TOKENS, KV_PAGE_TOKENS * sizeof(u32)))
+			kvd_prefix_evict(a->pool, pfn);
+	}
+	alloc_pfn(parent);
+	seal_pfn(parent, 1, page, hits[page - 1].key);
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);
+	KVT_EXPECT_EQ(hits[page].grant.pfn, parent);
+	KVT_EXPECT(kvd_prefix_parent(a->pool, parent) != parent);
+	all_goes(&op);
+}
+
+KVT_TEST(a_page_is_no_child_of_what_came_into_its_parents_place)
+{
+	u32 parent, page;
+	struct kvd_lookup_op op = stands_on(&parent);
+
+	page = op.nr;
+	alloc_pfn(parent);
+	seal_pfn(parent, 7, 0, NULL); /* a sequence of its own begins there */
+	KVT_EXPECT_EQ(kvd_lookup_step(&op), -EAGAIN);
+	KVT_EXPECT(op.nr > page);
+	KVT_EXPECT_EQ(kvd_prefix_parent(a->pool, hits[page].grant.pfn), KVD_PFN_NONE);
+	all_goes(&op);
+}
+
 /* The session dies between two turns: the pins of the first one drop with it. */
 KVT_TEST(lookup_of_a_dead_session_leaves_no_pin)
 {

@@ -68,6 +68,52 @@ KVT_TEST(a_stall_that_is_over_is_not_shown_any_more)
 	rig_fini(&r);
 }
 
+/*
+ * The same where it is not the end of a turn that brings the end: a page whose grace
+ * period is cancelled, and a batch that an allocation lets go.
+ */
+static void over_between_turns(bool cancelled)
+{
+	struct kvd_session *s, *s2;
+	struct kv_seal_ret ret;
+	struct kvd_attach *a;
+	struct kv_grant g, more[64];
+
+	rig_init(&r, 1, 8);
+	a = rig_client(&r, rig_tenant(&r, r.red, "red", 0, 0), &s);
+	rig_client(&r, r.core.tenants[0], &s2);
+	g = rig_alloc1(s, a);
+	rig_announce(s, 0, a->pool);
+	rig_announce(s2, 0, a->pool);
+	KVT_EXPECT_EQ(rig_seal(s, a, &g, 1, 1, 0, NULL, &ret), 0);
+	rig_run(&r);
+	r.now += 2000000000ull;
+	rig_run(&r);
+	KVT_EXPECT(s2->reader.stalled);
+	KVT_EXPECT_EQ(s2->page->wake.word, 1);
+	if (cancelled) {
+		/* what a sealed page's revoke does; its own end waits for both */
+		kvd_prefix_forget(a->pool, g.pfn);
+	} else {
+		rig_retire(s, 0);
+		KVT_EXPECT_EQ(rig_alloc(s, a, 7, KV_GFP_NOWAIT, more), 0);
+		KVT_EXPECT_EQ(rig_alloc(s, a, 1, KV_GFP_NOWAIT, more + 7), KV_FULL);
+	}
+	KVT_EXPECT_EQ(kvd_grace_nr_waiting(&r.core.mm.grace), 0);
+	rig_run(&r);
+	KVT_EXPECT(!s2->reader.stalled);
+	KVT_EXPECT_EQ(s2->page->wake.word, 0);
+	rig_retire(s, 0);
+	KVT_EXPECT_EQ(rig_retire(s2, 0), 0); /* no kick for nothing */
+	rig_fini(&r);
+}
+
+KVT_TEST(a_stall_that_is_over_between_two_turns_is_not_shown)
+{
+	over_between_turns(true);
+	over_between_turns(false);
+}
+
 static u32 longest_chain(const struct kvd_pool *pool)
 {
 	u32 longest = 0;

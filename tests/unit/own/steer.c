@@ -144,6 +144,31 @@ KVT_TEST(draining_gets_nothing_and_gives_back)
 	rig_fini(&r);
 }
 
+/* Whatever way memory comes by: a page that a lookup brings back from a tier, too. */
+KVT_TEST(draining_gets_nothing_back_from_a_tier)
+{
+	struct kvd_drained d;
+	struct kvd_session *s;
+	struct kvd_attach *a;
+	struct kvd_tenant *t;
+	u32 pfn = 0;
+
+	rig_init(&r, 4, 8);
+	t = rig_tenant(&r, r.red, "t", 0, 0);
+	a = rig_client(&r, t, &s);
+	kvd_steer_drain(&r.core, t, true, false, &d);
+	KVT_EXPECT_EQ(kvd_restore_begin(t, a->pool, &pfn), KV_QUOTA);
+	KVT_EXPECT_EQ(t->account.used_bytes, 0);
+	KVT_EXPECT_EQ(t->account.nr[KVD_RESTORING], 0);
+	kvd_steer_drain(&r.core, t, false, false, &d);
+	KVT_EXPECT_EQ(kvd_restore_begin(t, a->pool, &pfn), 0);
+	kvd_restore_fail(a->pool, pfn);
+	rig_run(&r);
+	KVT_EXPECT_EQ(t->account.used_bytes, 0);
+	rig_audit(&r);
+	rig_fini(&r);
+}
+
 KVT_TEST(limits_by_revision)
 {
 	struct kvd_limits l = {
