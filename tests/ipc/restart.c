@@ -232,7 +232,7 @@ KVT_TEST(a_deadline_in_a_resume_costs_no_session)
 	struct kvc_options opt = {.size_bytes = sizeof(opt),
 				  .socket_path = kvmd.socket_path,
 				  .client_name = "test",
-				  .timeout_ms = 400};
+				  .timeout_ms = 1500};
 	struct kv_grant pages[8];
 	struct kvc_info was, is;
 	struct kvc_pool *pool;
