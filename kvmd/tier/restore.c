@@ -118,6 +118,31 @@ void tier_restore_copied(struct tier_op *op)
 		digest_start(op);
 }
 
+static void frame_wait(struct tier_op *op)
+{
+	list_add_tail(&op->t->frames, &op->wait);
+	op->t->nr_frames++;
+	op->t->pool_frames[op->pool_id - 1]++;
+}
+
+static void frame_unwait(struct tier_op *op)
+{
+	list_del(&op->wait);
+	list_init(&op->wait);
+	op->t->nr_frames--;
+	op->t->pool_frames[op->pool_id - 1]--;
+}
+
+/* As many pages as wait in this pool, less those that come by themselves: it is asked in every
+ * turn, and a page that was evicted takes a grace period to be free. */
+static void frames_wake(struct kvd_tiers *t, struct kvd_pool *pool)
+{
+	u32 want = t->pool_frames[pool->id - 1], coming = kvd_pool_nr_coming(pool);
+
+	if (want > coming)
+		kvd_reclaim_wake(pool, want - coming);
+}
+
 /*
  * The DRAM slot is READY and has this reader. Ids of tenants, domains and pools may be
  * others' by now: what counts is the domain's secret.
@@ -141,8 +166,8 @@ static void frame_step(struct tier_op *op)
 		r = kvd_restore_begin(tenant, pool, &op->pfn);
 	if ((r == KV_FULL || r == KV_PENDING) && t->core->mm.now_ns < op->deadline_ns) {
 		/* Reclaim makes room: tier_frames_retry(). */
-		list_add_tail(&t->frames, &op->wait);
-		kvd_reclaim_wake(pool, ++t->nr_frames);
+		frame_wait(op);
+		frames_wake(t, pool);
 		return;
 	}
 	if (r) {
@@ -158,26 +183,28 @@ static void frame_step(struct tier_op *op)
 		tier_copy_queue(op, KVD_TIER_IN);
 }
 
-static void frame_unwait(struct tier_op *op)
-{
-	list_del(&op->wait);
-	list_init(&op->wait);
-	op->t->nr_frames--;
-}
-
-/* In their order, as far as there is room. */
+/* In their order, as far as there is room. A tenant that a pool refuses is not asked for
+ * again in this turn, and holds up nobody else: the list goes round once. */
 void tier_frames_retry(struct kvd_tiers *t)
 {
+	u8 refused[KVD_POOLS_MAX][KVD_TENANTS_MAX / 8];
+
+	if (!t->nr_frames)
+		return;
+	memset(refused, 0, sizeof(refused));
 	for (u32 left = t->nr_frames; left; left--) {
 		struct tier_op *op = list_first(&t->frames, struct tier_op, wait);
+		u8 *byte = &refused[op->pool_id - 1][op->tenant / 8];
+		u8 bit = (u8)(1u << op->tenant % 8);
+		u32 had = t->nr_frames;
 
 		frame_unwait(op);
-		frame_step(op);
-		if (t->nr_frames < left)
-			continue;
-		list_del(&op->wait);
-		list_add(&t->frames, &op->wait);
-		return;
+		if (*byte & bit)
+			frame_wait(op);
+		else
+			frame_step(op);
+		if (t->nr_frames == had)
+			*byte |= bit;
 	}
 }
 

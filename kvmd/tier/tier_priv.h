@@ -82,6 +82,7 @@ struct kvd_tiers {
 	struct list_node reads;	  /* RESTORE that waits for its turn on the disk */
 	struct list_node frames;  /* RESTORE that waits for a free frame */
 	u32 nr_frames;
+	u32 pool_frames[KVD_POOLS_MAX]; /* of these, by pool */
 	struct list_node copies[2];
 	u32 nr_copies[2];
 	struct tier_batch batches[KVD_TIER_BATCHES];
