@@ -29,7 +29,8 @@ struct tier_op *tier_op_get(struct kvd_tiers *t, enum op_kind kind)
 	struct tier_op *op = list_first(&t->free, struct tier_op, node);
 	u16 index;
 
-	if (!op || t->stopped)
+	if (!op || t->stopped ||
+	    (kind == OP_RESTORE && t->nr_restores == KVD_TIER_RESTORES_MAX))
 		return NULL;
 	index = op->index;
 	list_del(&op->node);
@@ -44,6 +45,7 @@ struct tier_op *tier_op_get(struct kvd_tiers *t, enum op_kind kind)
 	list_add_tail(kind == OP_WRITE ? &t->writing : &t->all, &op->node);
 	t->nr_busy++;
 	t->nr_spills += kind == OP_SPILL;
+	t->nr_restores += kind == OP_RESTORE;
 	t->nr_writes += kind == OP_WRITE;
 	return op;
 }
@@ -54,6 +56,7 @@ void tier_op_put(struct tier_op *op)
 
 	kv_assert(op->kind != OP_FREE && list_empty(&op->wait) && !op->reading);
 	t->nr_spills -= op->kind == OP_SPILL;
+	t->nr_restores -= op->kind == OP_RESTORE;
 	t->nr_writes -= op->kind == OP_WRITE;
 	t->nr_busy--;
 	op->kind = OP_FREE;

@@ -28,15 +28,18 @@
 #include "kvmd/own/spill.h"
 #include "kvmd/tier/store.h"
 
-#define KVD_TIER_OPS 512u
-#define KVD_TIER_SPILLS_MAX \
-	256u /* SPILLING pages, and a quarter of a pool: reclaim waits */
-#define KVD_TIER_BATCH	   64u /* pages in one copy job */
-#define KVD_TIER_BATCHES   64u
+/* SPILLING pages, and a quarter of a pool: reclaim waits */
+#define KVD_TIER_SPILLS_MAX   256u
+#define KVD_TIER_WRITES_MAX   (KVD_IO_DEPTH_MAX / 2)
+#define KVD_TIER_RESTORES_MAX 512u
+/* Each has its own: pages that wait for a frame must not take what makes frames free. */
+#define KVD_TIER_OPS	      (KVD_TIER_SPILLS_MAX + KVD_TIER_WRITES_MAX + KVD_TIER_RESTORES_MAX)
+#define KVD_TIER_BATCH	      64u /* pages in one copy job */
+#define KVD_TIER_BATCHES      64u
 /* Long enough for a bus, and a job's pages wait for its end. */
-#define KVD_TIER_JOB_BYTES (32ull << 20)
-#define KVD_TIER_FDS	   3u
-#define KVD_TIER_NONE	   (~0ull)
+#define KVD_TIER_JOB_BYTES    (32ull << 20)
+#define KVD_TIER_FDS	      3u
+#define KVD_TIER_NONE	      (~0ull)
 
 /** Counters; each only grows. */
 #define KVD_TIER_COUNTERS(X)                                                 \

@@ -88,6 +88,7 @@ struct kvd_tiers {
 	struct tier_batch batches[KVD_TIER_BATCHES];
 	u32 nr_busy;
 	u32 nr_spills;
+	u32 nr_restores;
 	u32 nr_writes;
 	u64 serial;
 	bool stopped;

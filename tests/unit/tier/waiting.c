@@ -181,4 +181,31 @@ KVT_TEST(refused_tenant_holds_up_no_neighbour)
 	world_close();
 }
 
+/* Lookups of long prompts have all they may have under way, and wait: pages still go to the
+ * tier, or there would never be a frame. */
+KVT_TEST(restores_leave_room_for_what_makes_frames_free)
+{
+	static struct tier_op *held[4096];
+	struct kv_grant g[NR_PAGES];
+	u32 nr = 0;
+
+	world_open(true, 0);
+	w.a->pool->low_pages = w.a->pool->high_pages = 0;
+	for (u64 seq = 1; seq <= NR_PAGES / 8; seq++)
+		cache(seq, 8);
+	while ((held[nr] = tier_op_get(w.tiers, OP_RESTORE)))
+		nr++;
+	KVT_EXPECT(nr > 0);
+	KVT_EXPECT_EQ(kvd_reclaim_pool(w.a->pool, KVD_TENANTS_MAX, 16, false), 16);
+	settle();
+	KVT_EXPECT_EQ(stats()->spills, 16);
+	KVT_EXPECT_EQ(stats()->writes, 16);
+	KVT_EXPECT_EQ(stats()->spills_waited, 0);
+	KVT_EXPECT_EQ(rig_alloc(w.s, w.a, 16, KV_GFP_NOWAIT, g), 0);
+	let_go(w.s, w.a, 16, g);
+	while (nr)
+		tier_op_put(held[--nr]);
+	world_close();
+}
+
 TIER_MAIN("/tmp")
