@@ -42,6 +42,18 @@ KVT_TEST(pages_come_back_from_nvme)
 	world_close();
 }
 
+/* A disk that is given one transfer at a time (tiers.nvme.depth 1) is written, too. */
+KVT_TEST(disk_of_depth_one_is_written_and_read)
+{
+	nvme_depth = 1;
+	world_open(true, 0);
+	to_nvme_only(1, 8);
+	KVT_EXPECT(stats()->writes >= 8);
+	KVT_EXPECT_EQ(fetch(1, 8), 8);
+	KVT_EXPECT_EQ(stats()->restores_nvme, 8);
+	world_close();
+}
+
 /* The NVMe tier is there after a restart, in a fresh core with other pfns and tags (O46: the
  * scales are in the page and under its digest). */
 KVT_TEST(o46_pages_survive_a_restart_on_nvme)

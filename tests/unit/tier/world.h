@@ -58,6 +58,7 @@ struct world {
 };
 
 static struct world w;
+static u32 nvme_depth = 32; /* of the next world */
 
 static inline u8 *frame(const struct kvd_pool *pool, u32 pfn)
 {
@@ -158,7 +159,7 @@ static inline void tiers_open(bool nvme, u32 write_from)
 		.dram_bytes = DRAM_BYTES,
 		.nvme_path = nvme ? scratch("nvme") : NULL,
 		.nvme_bytes = NVME_BYTES,
-		.nvme_depth = 32,
+		.nvme_depth = nvme_depth,
 		.write_from = write_from,
 		.read_deadline_ns = 1000000000ull,
 		.host_mark = {9},
