@@ -112,6 +112,9 @@ void kvd_journal_add(struct kvd_journal *j, const struct kvd_journal_record *rec
 /** kvd_journal_flush() - hand what was added to a worker, unless one is at work */
 void kvd_journal_flush(struct kvd_journal *j);
 
+/** kvd_journal_tick() - once a second: what failed is tried again, with the next flush */
+void kvd_journal_tick(struct kvd_journal *j);
+
 /** kvd_journal_wants() - are so many records dead that a compaction is due? */
 bool kvd_journal_wants(const struct kvd_journal *j, u64 live);
 

@@ -362,6 +362,11 @@ u32 kvd_store_pending(const struct kvd_store *st)
 	return kvd_workers_pending(st->writer) + kvd_io_pending(st->io);
 }
 
+void kvd_store_tick(struct kvd_store *st)
+{
+	kvd_journal_tick(st->journal);
+}
+
 /* A slice of live entries; segments without any are passed over whole. */
 static bool compact_slice(struct kvd_store *st)
 {

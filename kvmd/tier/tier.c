@@ -494,6 +494,8 @@ void kvd_tier_tick(struct kvd_tiers *t)
 {
 	tier_restore_deadlines(t);
 	tier_tenants_check(t);
+	if (t->store)
+		kvd_store_tick(t->store);
 }
 
 u64 kvd_tier_serial(const struct kvd_tiers *t)

@@ -232,6 +232,30 @@ KVT_TEST(full_disk_stops_writes_only)
 	world_close();
 }
 
+/* The journal's disk is full: the loop comes to rest, and asks again with its tick. */
+KVT_TEST(journal_that_fails_does_not_keep_the_loop_busy)
+{
+	const struct kvd_journal_stats *js;
+
+	world_open(true, 0);
+	js = kvd_journal_stats(kvd_tier_store(w.tiers)->journal);
+	arm(KVD_FAULT_tier_journal, 0, 0);
+	cache(1, 8);
+	evict(w.a, 8);
+	settle();
+	KVT_EXPECT_EQ(stats()->writes, 8);
+	KVT_EXPECT_EQ(js->errors, 1);
+	kvd_tier_tick(w.tiers);
+	settle();
+	KVT_EXPECT_EQ(js->errors, 2);
+	kvd_fault_arm(KVD_FAULT_tier_journal, NULL);
+	kvd_tier_tick(w.tiers);
+	settle();
+	KVT_EXPECT_EQ(js->errors, 2);
+	KVT_EXPECT(js->written > 8 && !js->lost);
+	world_close();
+}
+
 KVT_TEST(late_read_is_not_waited_for)
 {
 	u32 coming;
