@@ -95,6 +95,7 @@ int kvd_keeper_main(int listen_fd, int die_with);
  * @nr_started: keepers started by this process
  * @nr_held: what it said that it holds, when it was asked for the list; 0 it did not say
  * @answer_s: one that is silent for so long counts as dead
+ * @silent: it did not take a delete in that time: it is to be replaced, and is asked no more
  */
 struct kvd_keep {
 	int fd;
@@ -103,6 +104,7 @@ struct kvd_keep {
 	u32 nr_started;
 	u32 nr_held;
 	u32 answer_s;
+	bool silent;
 };
 
 /**

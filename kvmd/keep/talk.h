@@ -14,7 +14,7 @@ struct kvd_keep_many {
 	struct kvd_keep_key keys[KVD_KEEP_BATCH];
 };
 
-/** kvd_keep_say() - @fd -1: none. Return: 0; -EPIPE */
+/** kvd_keep_say() - @fd -1: none; waits, for as long as the socket's limit. Return: 0; -EPIPE */
 int kvd_keep_say(int conn, const struct kvd_keep_msg *m, int fd);
 
 /** kvd_keep_say_many() - @many->m.result keys, each with its fd. Return: 0; -EPIPE */
@@ -38,7 +38,8 @@ int kvd_keep_hear_many(int conn, struct kvd_keep_many *many, int *fds, u32 *ret_
  * Anything else than one message with at most one descriptor is not our peer's: its
  * descriptors are closed.
  *
- * Return: 0; -EAGAIN (with MSG_DONTWAIT); -EPIPE.
+ * Return: 0; -EAGAIN (with MSG_DONTWAIT); -EMFILE: there was no room for its descriptor, @m can
+ * be read; -EPIPE.
  */
 int kvd_keep_hear(int conn, struct kvd_keep_msg *m, int flags, int *ret_fd);
 
