@@ -366,6 +366,7 @@ u64 kvd_mover_run(struct kvd_mover *m, u64 now_ns)
 	m->now_ns = now_ns;
 	if (m->state == KVD_MOVER_OFF && !m->nr_jobs && !m->alloc_id)
 		return KVD_MOVER_NEVER;
+	mover_watch_again(m);
 	take_completions(m, now_ns);
 	if (!list_empty(&m->queued))
 		next = expire(m, now_ns);
@@ -450,15 +451,20 @@ static int pool_make(struct kvd_mover *m)
 int kvd_mover_pool_fill(struct kvd_mover *m, const bool *stop)
 {
 	u64 bytes = m->params.pool_bytes, at, n;
+	int r;
 
 	if (KV_MUTANT(memory_not_backed))
 		return 0;
 	for (at = 0; at < bytes; at += n) {
 		n = KV_MIN(bytes - at, FILL_BYTES);
-		if (stop && __atomic_load_n(stop, __ATOMIC_RELAXED))
-			return -ECANCELED;
-		if (fallocate(m->params.pool_fd, 0, (off_t)at, (off_t)n))
-			return errno == ENOSPC ? -ENOMEM : -errno;
+		do { /* a cgroup that was frozen interrupts it, too */
+			if (stop && __atomic_load_n(stop, __ATOMIC_RELAXED))
+				return -ECANCELED;
+			r = fallocate(m->params.pool_fd, 0, (off_t)at, (off_t)n) ? -errno
+										 : 0;
+		} while (r == -EINTR);
+		if (r)
+			return r == -ENOSPC ? -ENOMEM : r;
 	}
 	return 0;
 }

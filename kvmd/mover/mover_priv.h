@@ -67,7 +67,8 @@ struct kvd_mover {
 	u32 sq_tail, cq_head; /* ours: what the ring says is only a copy */
 	bool listed;
 	bool was_ready;
-	bool adopted; /* of an earlier kvmd; @had_jobs says whether it may copy */
+	bool unwatched; /* no memory for that: tried again in every turn */
+	bool adopted;	/* of an earlier kvmd; @had_jobs says whether it may copy */
 	bool had_jobs;
 	bool owns; /* memory of kvd_mover_alloc() */
 	bool quitting;
@@ -112,5 +113,6 @@ void mover_start(struct kvd_mover *m, u64 now_ns);
 void mover_kill(struct kvd_mover *m, const char *why);
 int mover_send(struct kvd_mover *m, u32 type, u32 slot, u64 id, u64 bytes, int fd);
 void mover_stop(struct kvd_mover *m);
+void mover_watch_again(struct kvd_mover *m);
 
 #endif
