@@ -306,10 +306,31 @@ u32 kvd_tier_count_domain(const struct kvd_tiers *t, u32 domain_id)
 	       domain_walk(tier_space_of(mutable, KVD_TIER_NVME), domain_id, false);
 }
 
+/* A WRITE ends with its DRAM slot: write.c. */
+static bool ops_cancel(struct kvd_tiers *t, struct list_node *ops,
+		       const struct kvd_slot_name *name)
+{
+	struct tier_op *op;
+	bool had = false;
+
+	list_for_each_entry (op, ops, node) {
+		if (memcmp(op->want.key, name->key, sizeof(op->want.key)) ||
+		    op->want.fingerprint != name->fingerprint ||
+		    t->idents[op->tenant].domain_id != name->domain)
+			continue;
+		op->cancelled = had = true;
+	}
+	return had;
+}
+
 bool kvd_tier_drop_page(struct kvd_tiers *t, const struct kvd_slot_name *name)
 {
 	bool had = false;
 
+	if (!KV_MUTANT(reset_spares_moving)) {
+		had |= ops_cancel(t, &t->all, name);
+		had |= ops_cancel(t, &t->late, name);
+	}
 	for (u32 i = 0; i < KVD_TIER_NR; i++) {
 		struct kvd_space *sp = tier_space_of(t, i);
 		u32 id = sp ? kvd_space_find(sp, name) : KVD_SLOT_NONE;

@@ -457,6 +457,55 @@ KVT_TEST(o38_reset_reaches_the_tiers)
 	world_close();
 }
 
+static bool drop_first_page(u64 seq)
+{
+	u8 key[KV_KEY_BYTES];
+	struct kvd_slot_name name = {key, w.a->pool->fingerprint, w.a->pool->domain_id};
+	u32 tokens[KV_PAGE_TOKENS];
+
+	rig_tokens(seq, 0, tokens);
+	kvd_prefix_pool_key(w.a->pool, w.a->pool->root_key, tokens, key);
+	return kvd_tier_drop_page(w.tiers, &name);
+}
+
+/* So is forgetting one page: out to DRAM, back from there, and from the disk; the one beside it
+ * is not touched. */
+KVT_TEST(o38_forgotten_page_is_not_stored_or_found_either)
+{
+	world_open(true, 0);
+	cache(1, 1);
+	cache(2, 1);
+	w.hold[KVD_TIER_OUT] = true;
+	KVT_EXPECT_EQ(kvd_reclaim_pool(w.a->pool, KVD_TENANTS_MAX, 2, false), 2);
+	settle();
+	KVT_EXPECT(drop_first_page(1));
+	w.hold[KVD_TIER_OUT] = false;
+	settle();
+	KVT_EXPECT(!drop_first_page(1));
+	KVT_EXPECT_EQ(fetch(1, 1), 0);
+	KVT_EXPECT_EQ(fetch(2, 1), 1);
+
+	cache(3, 1);
+	evict(w.a, 2);
+	w.hold[KVD_TIER_IN] = true;
+	look(w.s, w.a, 2, 1, NULL);
+	look(w.s, w.a, 3, 1, NULL);
+	settle();
+	KVT_EXPECT_EQ(w.a->pool->nr[KVD_RESTORING], 2);
+	KVT_EXPECT(drop_first_page(2));
+	w.hold[KVD_TIER_IN] = false;
+	settle();
+	KVT_EXPECT_EQ(fetch(2, 1), 0);
+	KVT_EXPECT_EQ(look(w.s, w.a, 3, 1, NULL), 1);
+
+	to_nvme_only(4, 1);
+	look(w.s, w.a, 4, 1, NULL); /* the disk has its buffer */
+	KVT_EXPECT(drop_first_page(4));
+	settle();
+	KVT_EXPECT_EQ(fetch(4, 1), 0);
+	world_close();
+}
+
 /* ---------------------------------------------------------------------- chance */
 
 /* Random work, jobs ended in random order, faults: a hit always has the right bytes (that
