@@ -188,6 +188,8 @@ int kvd_keep_put(struct kvd_keep *k, const struct kvd_keep_key *key, int fd)
 	kvd_crash_point();
 	r = kvd_keep_say(k->fd, &m, fd);
 	kvd_crash_point();
+	if (r == -ENFILE)
+		return r;
 	if (!r)
 		r = kvd_keep_hear(k->fd, &m, 0, &none);
 	if (none >= 0)

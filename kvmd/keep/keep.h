@@ -125,7 +125,7 @@ int kvd_keep_open(struct kvd_keep *k, const char *state_dir, int die_with,
 void kvd_keep_serving(struct kvd_keep *k);
 
 /** kvd_keep_put() - keep a fd. Return: 0; -EPIPE there is no keeper any more; -ENFILE it
- * has no room */
+ * has no room, or none is left on the way to it */
 int kvd_keep_put(struct kvd_keep *k, const struct kvd_keep_key *key, int fd);
 
 /** kvd_keep_del() - forget a fd; not an error if the keeper is away */

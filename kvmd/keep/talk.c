@@ -45,7 +45,9 @@ static int say(int conn, const struct msghdr *mh, size_t bytes)
 	do {
 		n = sendmsg(conn, mh, MSG_NOSIGNAL);
 	} while (n < 0 && again(conn, SO_SNDTIMEO, &until));
-	return n == (ssize_t)bytes ? 0 : -EPIPE;
+	if (n == (ssize_t)bytes)
+		return 0;
+	return n < 0 && errno == ETOOMANYREFS ? -ENFILE : -EPIPE;
 }
 
 static ssize_t hear(int conn, struct msghdr *mh, int flags)

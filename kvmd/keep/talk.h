@@ -14,7 +14,13 @@ struct kvd_keep_many {
 	struct kvd_keep_key keys[KVD_KEEP_BATCH];
 };
 
-/** kvd_keep_say() - @fd -1: none; waits, for as long as the socket's limit. Return: 0; -EPIPE */
+/**
+ * kvd_keep_say() - waits, for as long as the socket's limit
+ * @fd: -1: none
+ *
+ * Return: 0; -ENFILE: this user has too many descriptors under way in sockets, which is no fault
+ * of the peer's: somebody does not read what kvmd sent; -EPIPE.
+ */
 int kvd_keep_say(int conn, const struct kvd_keep_msg *m, int fd);
 
 /** kvd_keep_say_many() - @many->m.result keys, each with its fd. Return: 0; -EPIPE */

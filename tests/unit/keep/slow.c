@@ -249,6 +249,39 @@ KVT_TEST(full_keeper_says_so_and_goes_on)
 	dir_remove();
 }
 
+/* Engines that do not read what kvmd sent them hold descriptors in flight, which are limited for
+ * all of a user: that is not the keeper's end. */
+KVT_TEST(descriptors_in_flight_are_no_dead_keeper)
+{
+	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC};
+	struct rlimit few = {64, 64};
+	int unread[2], fd, r;
+	struct kvd_keep k;
+	u32 sent = 0;
+
+	if (!geteuid()) /* root may have any number */
+		KVT_EXPECT(!setresgid(65534, 65534, 65534) &&
+			   !setresuid(65534, 65534, 65534));
+	keeper_start();
+	open_keep(&k);
+	KVT_EXPECT_EQ(put(&k, 1), 0);
+	KVT_EXPECT(!setrlimit(RLIMIT_NOFILE, &few));
+	KVT_EXPECT(!socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, unread));
+	while (sent < 200 && !(r = kvd_keep_say(unread[0], &m, STDIN_FILENO)))
+		sent++;
+	KVT_EXPECT_EQ(r, -ENFILE);
+	KVT_EXPECT_EQ(put(&k, 2), -ENFILE);
+	while (sent--) {
+		KVT_EXPECT_EQ(kvd_keep_hear(unread[1], &m, 0, &fd), 0);
+		close(fd);
+	}
+	KVT_EXPECT_EQ(put(&k, 2), 0);
+	KVT_EXPECT_EQ(kvd_keep_list(&k, see, NULL), 2);
+	kvd_keep_close(&k, true);
+	keeper_must_end();
+	dir_remove();
+}
+
 int main(int argc, char **argv)
 {
 	if (argc == 4 && !strcmp(argv[1], "--keeper-process"))
