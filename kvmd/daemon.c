@@ -380,7 +380,7 @@ static u64 next_deadline(struct kvd *kvd)
 
 	deadline = KV_MIN(deadline, kvd_listen_next_ns(&kvd->engine_listen));
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns ||
-	    kvd->tiering.more || kvd->nr_closing || kvd->audit_left || kvd->admin_more)
+	    kvd_tiering_more(kvd) || kvd->nr_closing || kvd->audit_left || kvd->admin_more)
 		return 0;
 	if (!kvd_serve_sleep(kvd))
 		return 0;

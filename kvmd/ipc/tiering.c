@@ -319,6 +319,13 @@ void kvd_tiering_turn(struct kvd *kvd)
 		kvd_moving_turn(kvd);
 }
 
+bool kvd_tiering_more(const struct kvd *kvd)
+{
+	const struct kvd_tiering *tg = &kvd->tiering;
+
+	return tg->more || (tg->tiers && kvd_tier_more(tg->tiers));
+}
+
 void kvd_tiering_tick(struct kvd *kvd)
 {
 	if (kvd->tiering.tiers)

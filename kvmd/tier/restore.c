@@ -324,6 +324,7 @@ static bool read_start(struct tier_op *op, const struct kvd_slot_name *name)
 	kvd_space_get(sp, op->nvme);
 	op->from_nvme = true;
 	list_add_tail(&t->reads, &op->wait);
+	t->more = true; /* kvd_io_flush() */
 	tier_reads_start(t);
 	return true;
 }

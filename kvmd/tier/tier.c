@@ -92,6 +92,7 @@ void tier_copy_queue(struct tier_op *op, enum kvd_tier_dir dir)
 	kv_assert(list_empty(&op->wait) && op->pfn != KVD_PFN_NONE);
 	list_add_tail(&op->t->copies[dir], &op->wait);
 	op->t->nr_copies[dir]++;
+	op->t->more = true;
 }
 
 static void copied(struct tier_op *op, int status)
@@ -509,6 +510,11 @@ bool kvd_tier_turn(struct kvd_tiers *t)
 		more = kvd_store_turn(t->store);
 	}
 	return more || t->more;
+}
+
+bool kvd_tier_more(const struct kvd_tiers *t)
+{
+	return t->more;
 }
 
 void kvd_tier_tick(struct kvd_tiers *t)

@@ -186,6 +186,10 @@ void kvd_tier_ready(struct kvd_tiers *t);
 /** kvd_tier_turn() - start what waits; once a loop turn. Return: more to do at once */
 bool kvd_tier_turn(struct kvd_tiers *t);
 
+/** kvd_tier_more() - since the last turn began something was asked for, or ended, that a turn
+ * goes on with: do not sleep before it */
+bool kvd_tier_more(const struct kvd_tiers *t);
+
 /** kvd_tier_tick() - once a second: deadlines, tenants that are gone, retries */
 void kvd_tier_tick(struct kvd_tiers *t);
 

@@ -95,7 +95,7 @@ struct kvd_tiers {
 	bool copier_down;
 	bool copier_stuck; /* it has jobs, and none has ended for COPIER_STUCK_NS */
 	u64 progress_ns;   /* a job ended, or the first one began */
-	bool more;	   /* something ended that others wait for */
+	bool more;	   /* something was queued, or ended that others wait for */
 	u64 writes_off_until_ns;
 	char fault[128];
 	struct tier_ident idents[KVD_TENANTS_MAX];

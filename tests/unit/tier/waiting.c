@@ -208,4 +208,39 @@ KVT_TEST(restores_leave_room_for_what_makes_frames_free)
 	world_close();
 }
 
+/* What is asked for between two turns of the tiers is for the next turn: the loop does not sleep
+ * before that. And it does sleep when a turn found nothing to go on with. */
+KVT_TEST(what_is_queued_between_turns_makes_a_turn)
+{
+	world_open(true, 0);
+	w.a->pool->low_pages = w.a->pool->high_pages = 0;
+	cache(1, 4);
+	settle();
+	KVT_EXPECT(!kvd_tier_more(w.tiers));
+	w.hold[KVD_TIER_OUT] = w.hold[KVD_TIER_IN] = true;
+	KVT_EXPECT_EQ(kvd_reclaim_pool(w.a->pool, KVD_TENANTS_MAX, 4, false), 4);
+	KVT_EXPECT(kvd_tier_more(w.tiers)); /* SPILL */
+	settle();
+	KVT_EXPECT_EQ(w.nr_jobs, 1);
+	KVT_EXPECT(!kvd_tier_more(w.tiers)); /* the copier has it */
+	w.hold[KVD_TIER_OUT] = false;
+	settle();
+	look(w.s, w.a, 1, 4, NULL);
+	KVT_EXPECT(kvd_tier_more(w.tiers)); /* RESTORE from DRAM */
+	settle();
+	KVT_EXPECT_EQ(w.nr_jobs, 1);
+	KVT_EXPECT(!kvd_tier_more(w.tiers));
+	w.hold[KVD_TIER_IN] = false;
+	settle();
+	to_nvme_only(2, 4);
+	KVT_EXPECT(!kvd_tier_more(w.tiers));
+	look(w.s, w.a, 2, 4, NULL);
+	KVT_EXPECT(
+		kvd_tier_more(w.tiers)); /* RESTORE from NVMe: not handed to the kernel */
+	settle();
+	KVT_EXPECT(!kvd_tier_more(w.tiers));
+	KVT_EXPECT_EQ(look(w.s, w.a, 2, 4, NULL), 4);
+	world_close();
+}
+
 TIER_MAIN("/tmp")
