@@ -414,10 +414,10 @@ static void store_reasons(struct kvd *kvd, const struct kvd_store *st,
 	if (!st->direct && !KV_MUTANT(no_direct_unsaid))
 		add(arg, "TIER_NVME_NO_DIRECT",
 		    "the file system does not do O_DIRECT: pages pass through the page cache");
-	if (js->lost)
+	if (js->missing)
 		add(arg, "TIER_JOURNAL_LOST",
-		    "changes of the NVMe tier could not be noted: after a restart it is a "
-		    "little emptier");
+		    "changes of the NVMe tier could not be noted yet: after a crash it would be "
+		    "a little emptier, or have pages that were dropped");
 }
 
 void kvd_tiering_reasons(struct kvd *kvd,

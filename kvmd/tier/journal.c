@@ -56,7 +56,9 @@ struct kvd_journal {
 	bool compacting; /* the new file is being written */
 	bool finishing;	 /* all live entries are in it */
 	bool renaming;	 /* a worker puts it in place */
-	bool held;	 /* it failed: none is begun before kvd_journal_tick() */
+	bool held;	 /* none is begun before kvd_journal_tick() */
+	u64 lost_before; /* records that were lost when it began */
+	u64 repaired;	 /* of those lost, what a later compaction made good */
 	int rename_result, sync_result;
 	struct kvd_work rename_work;
 	struct kvd_journal_stats stats;
@@ -349,6 +351,7 @@ void kvd_journal_add(struct kvd_journal *j, const struct kvd_journal_record *rec
 	if (j->compacting)
 		ok &= stream_add(next_of(j), rec, 0);
 	j->stats.lost += !ok;
+	j->stats.missing = j->stats.lost - j->repaired;
 	j->stats.records = now_of(j)->number - 1;
 }
 
@@ -374,7 +377,8 @@ const struct kvd_journal_stats *kvd_journal_stats(const struct kvd_journal *j)
 bool kvd_journal_wants(const struct kvd_journal *j, u64 live)
 {
 	return !j->compacting && !j->held && j->streams[!j->cur].fd < 0 &&
-	       j->streams[j->cur].number > 2 * live + KVD_JOURNAL_SLACK;
+	       (j->streams[j->cur].number > 2 * live + KVD_JOURNAL_SLACK ||
+		(j->stats.missing && !KV_MUTANT(journal_loss_stays)));
 }
 
 int kvd_journal_compact(struct kvd_journal *j)
@@ -394,6 +398,7 @@ int kvd_journal_compact(struct kvd_journal *j)
 	}
 	stream_add(next_of(j), &j->open, 0);
 	j->compacting = true;
+	j->lost_before = j->stats.lost;
 	return 0;
 }
 
@@ -428,13 +433,15 @@ static void rename_done(struct kvd_work *w)
 	/* The name is the new file's also where a power cut may yet undo that. */
 	if (j->sync_result)
 		failed(j, j->sync_result);
+	j->held = true; /* once a second, also where changes go on to be lost */
 	if (j->rename_result) {
 		failed(j, j->rename_result);
-		j->held = true;
 	} else {
 		j->cur = !j->cur;
 		other = next_of(j);
 		j->stats.compactions++;
+		j->repaired = j->lost_before;
+		j->stats.missing = j->stats.lost - j->repaired;
 		j->stats.records = now_of(j)->number - 1;
 	}
 	/* A batch that a worker still has ends it: batch_done(). */

@@ -267,10 +267,11 @@ static u32 domain_walk(struct kvd_space *sp, u32 domain_id, bool drop)
 	u32 nr = 0;
 
 	for (u32 seg = 0; sp && seg < sp->nr_segments; seg++) {
-		u32 first = seg * sp->slots_per_segment;
+		u32 first = seg * sp->slots_per_segment, nr_slots = 0;
 
-		for (u32 i = 0; sp->segments[seg].nr_used && i < sp->slots_per_segment;
-		     i++) {
+		if (sp->segments[seg].nr_used)
+			nr_slots = sp->classes[sp->segments[seg].class - 1].per_segment;
+		for (u32 i = 0; i < nr_slots; i++) {
 			const struct kvd_slot *s = &sp->slots[first + i];
 
 			if (s->state != KVD_SLOT_READY || s->domain != domain_id)
