@@ -380,7 +380,8 @@ static u64 next_deadline(struct kvd *kvd)
 
 	deadline = KV_MIN(deadline, kvd_listen_next_ns(&kvd->engine_listen));
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns ||
-	    kvd_tiering_more(kvd) || kvd->nr_closing || kvd->audit_left || kvd->admin_more)
+	    kvd_tiering_more(kvd) || kvd->nr_closing || kvd->audit_left ||
+	    kvd->admin_more)
 		return 0;
 	if (!kvd_serve_sleep(kvd))
 		return 0;
@@ -474,6 +475,7 @@ int kvd_run(struct kvd *kvd)
 	say_ready(kvd);
 	while (!kvd->stop && !r)
 		r = kvd_turn(kvd);
+	kvd->failed = r != 0;
 	return r;
 }
 
@@ -558,6 +560,11 @@ void kvd_fini(struct kvd *kvd)
 {
 	struct kvd_conn *conn, *tmp;
 
+	/* Nobody wanted this end: as after kill -9 the next kvmd has what is kept. */
+	if (kvd->failed && kvd->kept.image) {
+		kvd_kept_stop(kvd, false);
+		return;
+	}
 	if (kvd->upgrade) { /* the keeper has it all; exec closes the rest */
 		kvd_tiering_leave(kvd);
 		kvd_kept_stop(kvd, false);
