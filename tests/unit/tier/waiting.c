@@ -5,6 +5,8 @@
  */
 #include "tests/unit/tier/world.h"
 
+#include "kvmd/own/steer.h"
+
 static void turns(u32 nr)
 {
 	for (u32 i = 0; i < nr; i++) {
@@ -240,6 +242,32 @@ KVT_TEST(what_is_queued_between_turns_makes_a_turn)
 	settle();
 	KVT_EXPECT(!kvd_tier_more(w.tiers));
 	KVT_EXPECT_EQ(look(w.s, w.a, 2, 4, NULL), 4);
+	world_close();
+}
+
+/* A tenant's cache is dropped, and a tier takes only a part of it at a time: the rest follows by
+ * itself, and nobody else's goes for it. */
+KVT_TEST(drained_cache_goes_though_the_copier_is_slow)
+{
+	struct kvd_drained d;
+	struct kvd_pool *pool;
+
+	world_open(false, 0);
+	pool = w.a->pool;
+	pool->low_pages = pool->high_pages = 0;
+	for (u64 seq = 1; seq <= 6; seq++)
+		cache(seq, 8);
+	cache_with(w.s2, w.a2, 7, 8, 0);
+	w.hold[KVD_TIER_OUT] = true;
+	kvd_steer_drain(&w.rig.core, w.red, true, false, &d);
+	KVT_EXPECT(d.evicted >= 8 && d.evicted < 48);
+	settle();
+	KVT_EXPECT(pool->nr[KVD_SPILLING] > 0);
+	w.hold[KVD_TIER_OUT] = false;
+	settle();
+	KVT_EXPECT_EQ(w.red->account.used_bytes, 0);
+	KVT_EXPECT_EQ(pool->nr[KVD_CACHED], 8);
+	KVT_EXPECT_EQ(look(w.s2, w.a2, 7, 8, NULL), 8);
 	world_close();
 }
 
