@@ -266,6 +266,7 @@ static bool heard(struct kvd_mover *m, const struct kvd_mv_msg *msg)
 			return true;
 		if (!e->name.bytes || !e->unmap_sent)
 			return false;
+		m->progress_ns = kv_now_ns();
 		mover_extent_put(m, e);
 		return true;
 	case KVD_MV_ALLOCED:

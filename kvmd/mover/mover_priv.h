@@ -75,7 +75,7 @@ struct kvd_mover {
 	int start_result;
 	u64 backoff_ns;
 	u64 retry_ns;
-	u64 progress_ns;
+	u64 progress_ns; /* it answered, or was asked when it had nothing to do */
 	u64 ending_ns;
 	u64 now_ns;
 	/* cuda-legacy: the allocation under way; 0 none */
@@ -86,7 +86,8 @@ struct kvd_mover {
 	u32 nr_jobs, nr_handed;
 	u64 next_sequence;
 	u32 nr_extents, extent_free, extents_used;
-	bool resend; /* the socket was full */
+	u32 nr_unmaps; /* sent, and not answered */
+	bool resend;   /* the socket was full */
 	struct kvd_mover_stats stats;
 	char error[192];
 	u32 hash[MOVER_HASH];
