@@ -387,6 +387,7 @@ void tier_restore_deadlines(struct kvd_tiers *t)
 		/* The disk still has its buffer: it goes on, and nobody waits for it. */
 		op->late = true;
 		t->stats.read_late++;
+		list_del(&op->pool_node);
 		list_del(&op->node);
 		list_add_tail(&t->late, &op->node);
 	}
@@ -412,7 +413,7 @@ static struct tier_op *restore_op(struct kvd_tiers *t, const struct kvd_restore_
 	if (!op)
 		return NULL;
 	want_of_slot(op, s);
-	op->pool_id = ask->pool->id;
+	tier_op_pool(op, ask->pool);
 	op->tenant = ask->tenant->index;
 	tier_ident_of(t, op->tenant);
 	op->root = ask->root;

@@ -42,12 +42,21 @@ struct tier_op *tier_op_get(struct kvd_tiers *t, enum op_kind kind)
 	op->pfn = KVD_PFN_NONE;
 	op->dram = op->nvme = KVD_SLOT_NONE;
 	list_init(&op->wait);
+	list_init(&op->pool_node);
 	list_add_tail(kind == OP_WRITE ? &t->writing : &t->all, &op->node);
 	t->nr_busy++;
 	t->nr_spills += kind == OP_SPILL;
 	t->nr_restores += kind == OP_RESTORE;
 	t->nr_writes += kind == OP_WRITE;
 	return op;
+}
+
+/* Whose frame it is about: those who wait for it ask by the pool. */
+void tier_op_pool(struct tier_op *op, const struct kvd_pool *pool)
+{
+	kv_assert(list_empty(&op->pool_node));
+	op->pool_id = pool->id;
+	list_add_tail(&op->t->pool_ops[pool->id - 1], &op->pool_node);
 }
 
 void tier_op_put(struct tier_op *op)
@@ -60,6 +69,7 @@ void tier_op_put(struct tier_op *op)
 	t->nr_writes -= op->kind == OP_WRITE;
 	t->nr_busy--;
 	op->kind = OP_FREE;
+	list_del(&op->pool_node);
 	list_del(&op->node);
 	list_add_tail(&t->free, &op->node);
 	t->more = true;
@@ -395,6 +405,8 @@ int kvd_tier_create(const struct kvd_tier_params *p, char *error, struct kvd_tie
 	list_init(&t->frames);
 	list_init(&t->copies[0]);
 	list_init(&t->copies[1]);
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++)
+		list_init(&t->pool_ops[i]);
 	for (u16 i = 0; i < KVD_TIER_OPS; i++) {
 		t->ops[i].index = i;
 		list_add_tail(&t->free, &t->ops[i].node);
@@ -531,9 +543,10 @@ u64 kvd_tier_serial(const struct kvd_tiers *t)
 	return t->serial;
 }
 
-u64 kvd_tier_oldest(const struct kvd_tiers *t)
+u64 kvd_tier_oldest(const struct kvd_tiers *t, const struct kvd_pool *pool)
 {
-	const struct tier_op *op = list_first(&t->all, struct tier_op, node);
+	const struct tier_op *op =
+		list_first(&t->pool_ops[pool->id - 1], struct tier_op, pool_node);
 
 	return op ? op->serial : KVD_TIER_NONE;
 }

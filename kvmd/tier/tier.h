@@ -196,8 +196,9 @@ void kvd_tier_tick(struct kvd_tiers *t);
 /** kvd_tier_serial() - number of the operation that was started last */
 u64 kvd_tier_serial(const struct kvd_tiers *t);
 
-/** kvd_tier_oldest() - of the oldest SPILL or RESTORE under way; KVD_TIER_NONE */
-u64 kvd_tier_oldest(const struct kvd_tiers *t);
+/** kvd_tier_oldest() - of the oldest SPILL or RESTORE of a pool under way; KVD_TIER_NONE. Not of
+ * all pools: one that has no frame to give is nothing to wait for in another */
+u64 kvd_tier_oldest(const struct kvd_tiers *t, const struct kvd_pool *pool);
 
 /** kvd_tier_drop_domain() - forget all stored pages of a domain. Return: slots */
 u32 kvd_tier_drop_domain(struct kvd_tiers *t, u32 domain_id);

@@ -265,10 +265,10 @@ KVT_TEST(late_read_is_not_waited_for)
 	arm(KVD_FAULT_tier_read_late, 0, 2);
 	look(w.s, w.a, 1, 2, &coming);
 	KVT_EXPECT_EQ(coming, 2);
-	KVT_EXPECT(kvd_tier_oldest(w.tiers) <= kvd_tier_serial(w.tiers));
+	KVT_EXPECT(kvd_tier_oldest(w.tiers, w.a->pool) <= kvd_tier_serial(w.tiers));
 	kvd_tier_tick(w.tiers);
 	KVT_EXPECT_EQ(stats()->read_late, 2);
-	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers), KVD_TIER_NONE);
+	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers, w.a->pool), KVD_TIER_NONE);
 	settle();
 	/* They were right after all, and are in DRAM for the next one. */
 	KVT_EXPECT_EQ(stats()->restores, 0);

@@ -245,11 +245,11 @@ KVT_TEST(pool_in_use_lets_restores_go)
 		g[nr] = rig_alloc1(w.s2, w.a2);
 	KVT_EXPECT_EQ(look(w.s, w.a, 1, 4, NULL), 0);
 	settle();
-	KVT_EXPECT(kvd_tier_oldest(w.tiers) != KVD_TIER_NONE);
+	KVT_EXPECT(kvd_tier_oldest(w.tiers, w.a->pool) != KVD_TIER_NONE);
 	w.rig.now += 2000000000ull;
 	rig_run(&w.rig);
 	kvd_tier_tick(w.tiers);
-	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers), KVD_TIER_NONE);
+	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers, w.a->pool), KVD_TIER_NONE);
 	KVT_EXPECT_EQ(stats()->restores_no_room, 4);
 	for (u32 i = 0; i < nr; i++)
 		rig_free1(w.s2, w.a2, g[i]);

@@ -155,6 +155,39 @@ KVT_TEST(full_pool_holds_up_no_other)
 	world_close();
 }
 
+/* Nor does it keep those waiting who wait for another pool's pages (PREFETCH). */
+KVT_TEST(full_pool_is_not_waited_for_elsewhere)
+{
+	struct kv_grant red[NR_PAGES], blue[NR_PAGES];
+	u64 serial;
+
+	world_open(false, 0);
+	cache(1, 4);
+	evict(w.a, 4);
+	cache_with(w.sb, w.ab, 50, 4, 0);
+	evict(w.ab, 4);
+	use(w.s2, w.a2, NR_PAGES / 2, red);
+	use(w.sb, w.ab, NR_PAGES / 2, blue);
+	w.ab->pool->low_pages = w.ab->pool->high_pages = 0;
+	for (u32 i = 0; i < NR_PAGES / 2; i += 8)
+		rig_free1(w.sb, w.ab, blue[i]);
+	rig_run(&w.rig);
+	serial = kvd_tier_serial(w.tiers);
+	look(w.s, w.a, 1, 4, NULL);
+	look(w.sb, w.ab, 50, 4, NULL);
+	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers, w.a->pool), serial + 1);
+	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers, w.ab->pool), serial + 5);
+	settle();
+	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers, w.a->pool), serial + 1);
+	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers, w.ab->pool), KVD_TIER_NONE);
+	KVT_EXPECT_EQ(look(w.sb, w.ab, 50, 4, NULL), 4);
+	for (u32 i = 0; i < NR_PAGES / 2; i++)
+		if (i % 8)
+			rig_free1(w.sb, w.ab, blue[i]);
+	let_go(w.s2, w.a2, NR_PAGES / 2, red);
+	world_close();
+}
+
 /* What is free is promised to one tenant: its pages do not wait behind a neighbour's. */
 KVT_TEST(refused_tenant_holds_up_no_neighbour)
 {
