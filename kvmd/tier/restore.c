@@ -164,7 +164,8 @@ static void frame_step(struct tier_op *op)
 
 	if (frame_wanted(op, tenant, pool))
 		r = kvd_restore_begin(tenant, pool, &op->pfn);
-	if ((r == KV_FULL || r == KV_PENDING) && t->core->mm.now_ns < op->deadline_ns) {
+	if ((r == KV_FULL || r == KV_PENDING) && t->core->mm.now_ns < op->deadline_ns &&
+	    t->pool_frames[pool->id - 1] < KVD_TIER_WAITING_MAX) {
 		/* Reclaim makes room: tier_frames_retry(). */
 		frame_wait(op);
 		frames_wake(t, pool);

@@ -32,6 +32,7 @@
 #define KVD_TIER_SPILLS_MAX   256u
 #define KVD_TIER_WRITES_MAX   (KVD_IO_DEPTH_MAX / 2)
 #define KVD_TIER_RESTORES_MAX 512u
+#define KVD_TIER_WAITING_MAX  (KVD_TIER_RESTORES_MAX / 2) /* for frames of one pool */
 /* Each has its own: pages that wait for a frame must not take what makes frames free. */
 #define KVD_TIER_OPS	      (KVD_TIER_SPILLS_MAX + KVD_TIER_WRITES_MAX + KVD_TIER_RESTORES_MAX)
 #define KVD_TIER_BATCH	      64u /* pages in one copy job */

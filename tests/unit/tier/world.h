@@ -24,7 +24,9 @@
 #include "tests/unit/tier/common.h"
 
 #define PAGE	   RIG_STRIDE
+#ifndef DRAM_BYTES
 #define DRAM_BYTES (4ull << 20) /* 52 pages */
+#endif
 #define NVME_BYTES (16ull << 20)
 #define NR_PAGES   64u
 #define JOBS	   64u
