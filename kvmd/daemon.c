@@ -77,6 +77,8 @@ static int signals_block(void)
 	sigset_t set;
 
 	signal(SIGPIPE, SIG_IGN);
+	/* Ignored, as some launchers leave it, a child's end could not be told from a good one. */
+	signal(SIGCHLD, SIG_DFL);
 	signal_set(&set);
 	return sigprocmask(SIG_BLOCK, &set, NULL) ? -errno : 0;
 }
