@@ -285,6 +285,6 @@ KVT_TEST(descriptors_in_flight_are_no_dead_keeper)
 int main(int argc, char **argv)
 {
 	if (argc == 4 && !strcmp(argv[1], "--keeper-process"))
-		return kvd_keeper_main(atoi(argv[2]), atoi(argv[3]));
+		_exit(kvd_keeper_main(atoi(argv[2]), atoi(argv[3])));
 	return kvt_main(argc, argv);
 }
