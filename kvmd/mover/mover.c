@@ -358,12 +358,6 @@ static void resend(struct kvd_mover *m)
 		m->alloc_sent = m->owns = true;
 }
 
-/* Jobs, or the end of mappings: an extent that it does not let go takes no job any more. */
-static bool owes(const struct kvd_mover *m)
-{
-	return m->nr_handed || m->nr_unmaps;
-}
-
 u64 kvd_mover_run(struct kvd_mover *m, u64 now_ns)
 {
 	u64 next = KVD_MOVER_NEVER;
@@ -386,7 +380,7 @@ u64 kvd_mover_run(struct kvd_mover *m, u64 now_ns)
 		if (m->resend || (m->alloc_id && !m->alloc_sent))
 			resend(m);
 	}
-	if (m->state == KVD_MOVER_READY && owes(m) && now_ns > m->progress_ns &&
+	if (m->state == KVD_MOVER_READY && mover_owes(m) && now_ns > m->progress_ns &&
 	    now_ns - m->progress_ns > STUCK_NS)
 		mover_kill(m, "no progress for 30 s");
 	/* Whoever waits learns that there is no telling when. */
@@ -395,7 +389,7 @@ u64 kvd_mover_run(struct kvd_mover *m, u64 now_ns)
 	call_done(m);
 	if (m->state == KVD_MOVER_BACKOFF && wanted)
 		next = KV_MIN(next, m->retry_ns);
-	if (m->state == KVD_MOVER_READY && owes(m))
+	if (m->state == KVD_MOVER_READY && mover_owes(m))
 		next = KV_MIN(next, m->progress_ns + STUCK_NS + 1);
 	if (m->state == KVD_MOVER_ENDING && !list_empty(&m->queued))
 		next = KV_MIN(next, m->ending_ns + UNPROVEN_NS + 1);

@@ -96,6 +96,12 @@ struct kvd_mover {
 	struct kvd_mv_entry runs[KVD_MOVER_JOBS_MAX][KVD_MOVER_COPIES_MAX];
 };
 
+/* Jobs, or the end of mappings: an extent that it does not let go takes no job any more. */
+static inline bool mover_owes(const struct kvd_mover *m)
+{
+	return m->nr_handed || m->nr_unmaps;
+}
+
 /* mover.c */
 void mover_job_finish(struct kvd_mover *m, struct mover_job *job, int status);
 void mover_jobs_fail(struct kvd_mover *m, struct list_node *list, int status);

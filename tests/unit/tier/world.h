@@ -23,7 +23,7 @@
 #include "tests/unit/own/common.h"
 #include "tests/unit/tier/common.h"
 
-#define PAGE	   RIG_STRIDE
+#define PAGE RIG_STRIDE
 #ifndef DRAM_BYTES
 #define DRAM_BYTES (4ull << 20) /* 52 pages */
 #endif
