@@ -162,13 +162,16 @@ static void frame_step(struct tier_op *op)
 	struct kvd_pool *pool = tier_pool_of(op);
 	int r = KV_MISS;
 
+	/* A copier that stands still would keep the frame. */
 	if (frame_wanted(op, tenant, pool))
-		r = kvd_restore_begin(tenant, pool, &op->pfn);
+		r = t->copier_stuck ? KV_PENDING
+				    : kvd_restore_begin(tenant, pool, &op->pfn);
 	if ((r == KV_FULL || r == KV_PENDING) && t->core->mm.now_ns < op->deadline_ns &&
 	    t->pool_frames[pool->id - 1] < KVD_TIER_WAITING_MAX) {
 		/* Reclaim makes room: tier_frames_retry(). */
 		frame_wait(op);
-		frames_wake(t, pool);
+		if (!t->copier_stuck)
+			frames_wake(t, pool);
 		return;
 	}
 	if (r) {
@@ -409,7 +412,7 @@ static void want_of_slot(struct tier_op *op, const struct kvd_slot *s)
 static struct tier_op *restore_op(struct kvd_tiers *t, const struct kvd_restore_ask *ask,
 				  const struct kvd_slot *s)
 {
-	struct tier_op *op = tier_op_get(t, OP_RESTORE);
+	struct tier_op *op = t->copier_stuck ? NULL : tier_op_get(t, OP_RESTORE);
 
 	if (!op)
 		return NULL;

@@ -331,6 +331,38 @@ KVT_TEST(stuck_copier_does_not_hold_up_allocations)
 	world_close();
 }
 
+/* Nor does it get more frames: what is asked for meanwhile is a miss, what it has is awaited. */
+KVT_TEST(stuck_copier_gets_no_more_frames)
+{
+	struct kvd_pool *pool;
+	u32 coming;
+
+	world_open(true, 0);
+	pool = w.a->pool;
+	cache(1, 4);
+	cache(2, 4);
+	evict(w.a, 8);
+	w.hold[KVD_TIER_IN] = true;
+	look(w.s, w.a, 1, 4, &coming);
+	KVT_EXPECT_EQ(coming, 4);
+	settle();
+	KVT_EXPECT_EQ(pool->nr[KVD_RESTORING], 4);
+	w.rig.now += 300000000ull;
+	rig_run(&w.rig);
+	kvd_tier_turn(w.tiers);
+	look(w.s, w.a, 2, 4, &coming);
+	KVT_EXPECT_EQ(coming, 0);
+	look(w.s, w.a, 1, 4, &coming);
+	KVT_EXPECT_EQ(coming, 4);
+	settle();
+	KVT_EXPECT_EQ(pool->nr[KVD_RESTORING], 4);
+	w.hold[KVD_TIER_IN] = false;
+	settle();
+	KVT_EXPECT_EQ(look(w.s, w.a, 1, 4, NULL), 4);
+	KVT_EXPECT_EQ(fetch(2, 4), 4);
+	world_close();
+}
+
 /* The copier's process is gone: its jobs fail, pages are lost, nothing else. */
 KVT_TEST(dead_copier_costs_its_jobs)
 {
