@@ -77,6 +77,8 @@ static int signals_block(void)
 	sigset_t set;
 
 	signal(SIGPIPE, SIG_IGN);
+	/* Ignored, as some launchers leave it, a child's end could not be told from a good one. */
+	signal(SIGCHLD, SIG_DFL);
 	signal_set(&set);
 	return sigprocmask(SIG_BLOCK, &set, NULL) ? -errno : 0;
 }
@@ -382,7 +384,8 @@ static u64 next_deadline(struct kvd *kvd)
 	if (kvd->refs_ns)
 		deadline = KV_MIN(deadline, kvd->refs_ns);
 	if (!list_empty(&kvd->requests.hashing) || kvd->core_next_ns <= kvd->now_ns ||
-	    kvd->tiering.more || kvd->nr_closing || kvd->audit_left || kvd->admin_more)
+	    kvd_tiering_more(kvd) || kvd->nr_closing || kvd->audit_left ||
+	    kvd->admin_more)
 		return 0;
 	if (!kvd_serve_sleep(kvd))
 		return 0;
@@ -477,6 +480,7 @@ int kvd_run(struct kvd *kvd)
 	say_ready(kvd);
 	while (!kvd->stop && !r)
 		r = kvd_turn(kvd);
+	kvd->failed = r != 0;
 	return r;
 }
 
@@ -561,6 +565,11 @@ void kvd_fini(struct kvd *kvd)
 {
 	struct kvd_conn *conn, *tmp;
 
+	/* Nobody wanted this end: as after kill -9 the next kvmd has what is kept. */
+	if (kvd->failed && kvd->kept.image) {
+		kvd_kept_stop(kvd, false);
+		return;
+	}
 	if (kvd->upgrade) { /* the keeper has it all; exec closes the rest */
 		kvd_tiering_leave(kvd);
 		kvd_kept_stop(kvd, false);

@@ -113,6 +113,7 @@ struct kvd_options {
  * @last_entry_ns: when the last ring entry was served
  * @spins: spinning is allowed
  * @upgrade: stop, and leave everything to a new program
+ * @failed: the loop did
  * @again: stop, and start anew with nothing: the memory is lost
  * @draining_ns: since when extents have waited for sessions to unmap them; 0 = none does
  * @pages_freed: a parked ALLOC may succeed now
@@ -166,6 +167,7 @@ struct kvd {
 	u32 nr_closing;
 	bool stop;
 	bool upgrade;
+	bool failed;
 	bool again;
 	u8 *msg_buf;
 	u32 audit_left;
@@ -191,7 +193,8 @@ int kvd_run(struct kvd *kvd);
 /** kvd_turn() - one turn of the loop; used by kvd_run() and tests. Return: 0; -errno */
 int kvd_turn(struct kvd *kvd);
 
-/** kvd_fini() - end all sessions, remove the sockets, free everything */
+/** kvd_fini() - end all sessions, remove the sockets, free everything. Where the loop failed and
+ * there is a keeper: leave all that to the next kvmd */
 void kvd_fini(struct kvd *kvd);
 
 /**

@@ -85,7 +85,8 @@ static int give_socket_dir(const char *path, const struct passwd *pw, char *erro
 	if (!slash || slash == dir)
 		return 0;
 	*slash = 0;
-	if (strncmp(dir, "/run/", 5))
+	/* "/run//s", "/run/x/../s": /run itself is nobody's to give away. */
+	if (strncmp(dir, "/run/", 5) || !dir[5] || strstr(dir, "//") || strstr(dir, "/."))
 		return 0;
 	return give_dir(dir, 0755, pw, error, bytes);
 }

@@ -6,6 +6,7 @@
  * kvd_fini().
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <getopt.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -311,18 +312,20 @@ static int private_paths(struct cmdline *cmd)
 		return bad("--private", dir,
 			   "sets sockets and state itself: drop the other "
 			   "option");
-	if (strlen(dir) + sizeof("/admin.sock") > sizeof(opt->socket_path))
+	/* The longest of the three; the keeper's is made of the state directory. */
+	if (strlen(dir) + sizeof("/keeper.sock") > sizeof(opt->socket_path))
 		return bad("--private", dir, "too long for a socket path");
 	if (mkdir(dir, 0700) && errno != EEXIST)
 		return bad("--private", dir, strerror(errno));
-	snprintf(opt->socket_path, sizeof(opt->socket_path), "%.90s/kvmd.sock", dir);
-	snprintf(opt->admin_path, sizeof(opt->admin_path), "%.90s/admin.sock", dir);
+	snprintf(opt->socket_path, sizeof(opt->socket_path), "%.95s/kvmd.sock", dir);
+	snprintf(opt->admin_path, sizeof(opt->admin_path), "%.95s/admin.sock", dir);
 	snprintf(opt->state_dir, sizeof(opt->state_dir), "%s", dir);
 	opt->socket_mode = 0600;
 	return 0;
 }
 
-/* The parent may have died before prctl(): then nobody would send the signal. */
+/* Behind harden(): the kernel forgets it when a process becomes another user. The parent may have
+ * died before prctl(): then nobody would send the signal. */
 static int die_with_parent(pid_t parent)
 {
 	if (prctl(PR_SET_PDEATHSIG, SIGTERM))
@@ -345,6 +348,19 @@ static int exec_again(char **argv)
 	*out = NULL;
 	execv(upgrade_path, argv);
 	return -errno;
+}
+
+/* A number below 3 that is free would be the next socket's: lines for stderr would go there, and a
+ * child that is given one as its 3 would find it closed. */
+static void std_fds_open(void)
+{
+	int fd;
+
+	do {
+		fd = open("/dev/null", O_RDWR);
+	} while (fd >= 0 && fd <= STDERR_FILENO);
+	if (fd >= 0)
+		close(fd);
 }
 
 /* An extent is a descriptor, and so is much of a session. */
@@ -396,6 +412,7 @@ int main(int argc, char **argv)
 	ssize_t n;
 	int r;
 
+	std_fds_open();
 	if (argc == 4 && !strcmp(argv[1], "--keeper-process"))
 		return kvd_keeper_main(atoi(argv[2]), atoi(argv[3]));
 	if ((argc == 3 || argc == 4) && !strcmp(argv[1], "--mover-process"))
@@ -415,10 +432,6 @@ int main(int argc, char **argv)
 	    !strncmp(cmd.opt.admin_path, "/run/kvmd/", 10))
 		mkdir("/run/kvmd", 0755);
 	kvd_log_setup(STDERR_FILENO, cmd.verbose ? KVD_LOG_DBG : KVD_LOG_INFO);
-	if (cmd.die_with_parent && die_with_parent(parent)) {
-		fprintf(stderr, "kvmd: the parent is gone\n");
-		return 1;
-	}
 	n = readlink("/proc/self/exe", upgrade_path, sizeof(upgrade_path) - 1);
 	upgrade_path[n > 0 ? n : 0] = 0;
 	cmd.opt.program = upgrade_path;
@@ -426,6 +439,10 @@ int main(int argc, char **argv)
 	cmd.opt.keeper_die_with = cmd.die_with_parent ? parent : 0;
 	if (harden(&cmd))
 		return 1;
+	if (cmd.die_with_parent && die_with_parent(parent)) {
+		fprintf(stderr, "kvmd: the parent is gone\n");
+		return 1;
+	}
 	r = kvd_init(&kvd, &cmd.opt, error);
 	if (r) {
 		fprintf(stderr, "kvmd: %s\n", error);

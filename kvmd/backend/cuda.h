@@ -72,7 +72,7 @@ int kvd_cuda_create(const struct kvd_cuda_params *params,
 int kvd_cuda_event_fd(const struct kvd_backend *backend);
 
 /** kvd_cuda_destroy() - or NULL; asserts that no extent is left; waits for the start
- * thread */
+ * thread, 2 s at most: then it and what it uses stay until the process ends */
 void kvd_cuda_destroy(struct kvd_backend *backend);
 
 enum kvd_cuda_state kvd_cuda_state(const struct kvd_backend *backend);

@@ -14,8 +14,10 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "base/join.h"
 #include "base/nvml_syms.h"
 
+#define END_S	   2u
 #define PIDS_FIRST 64u
 #define PIDS_MAX   65536u
 
@@ -176,8 +178,9 @@ void kvd_nvml_destroy(struct kvd_nvml *nvml)
 	nvml->quit = true;
 	pthread_cond_signal(&nvml->cond);
 	pthread_mutex_unlock(&nvml->lock);
-	if (nvml->running)
-		pthread_join(nvml->thread, NULL);
+	/* A driver that hangs is no reason for kvmd not to end. */
+	if (nvml->running && kv_join_within(nvml->thread, END_S))
+		return;
 	if (nvml->nv.lib)
 		dlclose(nvml->nv.lib);
 	free(nvml->answer.pids);

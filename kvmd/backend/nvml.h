@@ -40,7 +40,8 @@ struct kvd_nvml_answer {
  */
 int kvd_nvml_create(const char *gpu, struct kvd_nvml **ret_nvml);
 
-/** kvd_nvml_destroy() - or NULL; waits for a question under way */
+/** kvd_nvml_destroy() - or NULL; waits for a question under way, 2 s at most: then the thread and
+ * what it uses stay until the process ends */
 void kvd_nvml_destroy(struct kvd_nvml *nvml);
 
 /** kvd_nvml_event_fd() - readable when an answer is there; kvd_nvml_take() drains it */

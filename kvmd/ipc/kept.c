@@ -180,7 +180,7 @@ static void watch_keeper(struct kvd *kvd)
 
 void kvd_kept_tick(struct kvd *kvd)
 {
-	if (kvd->kept.image && kvd->kept.keep.fd < 0)
+	if (kvd->kept.image && (kvd->kept.keep.fd < 0 || kvd->kept.keep.silent))
 		refill(kvd);
 }
 

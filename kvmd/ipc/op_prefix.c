@@ -192,7 +192,7 @@ int kvd_op_prefetch_again(struct kvd_request *req)
 	if (req->wait_serial) {
 		if (late)
 			return prefetch_done(req, KV_PENDING);
-		if (kvd_tier_oldest(kvd->tiering.tiers) <= req->wait_serial)
+		if (kvd_tier_oldest(kvd->tiering.tiers, op->a->pool) <= req->wait_serial)
 			return KVD_REQUEST_PARK;
 		req->wait_serial = 0;
 		kvd_lookup_again(op);

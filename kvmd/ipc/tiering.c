@@ -319,6 +319,13 @@ void kvd_tiering_turn(struct kvd *kvd)
 		kvd_moving_turn(kvd);
 }
 
+bool kvd_tiering_more(const struct kvd *kvd)
+{
+	const struct kvd_tiering *tg = &kvd->tiering;
+
+	return tg->more || (tg->tiers && kvd_tier_more(tg->tiers));
+}
+
 void kvd_tiering_tick(struct kvd *kvd)
 {
 	if (kvd->tiering.tiers)
@@ -407,10 +414,10 @@ static void store_reasons(struct kvd *kvd, const struct kvd_store *st,
 	if (!st->direct && !KV_MUTANT(no_direct_unsaid))
 		add(arg, "TIER_NVME_NO_DIRECT",
 		    "the file system does not do O_DIRECT: pages pass through the page cache");
-	if (js->lost)
+	if (js->missing)
 		add(arg, "TIER_JOURNAL_LOST",
-		    "changes of the NVMe tier could not be noted: after a restart it is a "
-		    "little emptier");
+		    "changes of the NVMe tier could not be noted yet: after a crash it would be "
+		    "a little emptier, or have pages that were dropped");
 }
 
 void kvd_tiering_reasons(struct kvd *kvd,

@@ -28,7 +28,7 @@ struct kvd_tiering_job {
  * @tiers: NULL: none configured, or @filling
  * @watches: of kvd_tier_fds()
  * @jobs: one for each batch
- * @more: the last turn left work that waits for nothing
+ * @more: the last turn left work that waits for nothing; also kvd_tiering_more()
  * @bad_ns: when a stored page was found damaged last; 0 = never
  */
 struct kvd_tiering {
@@ -64,6 +64,10 @@ void kvd_tiering_limits(struct kvd *kvd);
 
 /** kvd_tiering_turn() - in every turn, after kvd_core_run() */
 void kvd_tiering_turn(struct kvd *kvd);
+
+/** kvd_tiering_more() - is there something that a turn goes on with? Parked requests and the mover
+ * make it after kvd_tiering_turn() in the same turn of the loop, which may not sleep then */
+bool kvd_tiering_more(const struct kvd *kvd);
 
 /** kvd_tiering_tick() - every second */
 void kvd_tiering_tick(struct kvd *kvd);

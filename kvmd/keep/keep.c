@@ -96,6 +96,7 @@ static int connect_to(struct kvd_keep *k)
 		return r;
 	}
 	k->fd = fd;
+	k->silent = false;
 	return 0;
 }
 
@@ -114,6 +115,7 @@ int kvd_keep_open(struct kvd_keep *k, const char *state_dir, int die_with,
 	k->fd = -1;
 	k->die_with = die_with;
 	k->nr_started = 0;
+	k->silent = false;
 	k->answer_s = KV_MUTANT(hasty_start) ? ANSWER_S : ANSWER_START_S;
 	if ((size_t)snprintf(k->path, sizeof(k->path), "%s/keeper.sock", state_dir) >=
 	    sizeof(k->path))
@@ -146,16 +148,16 @@ bool kvd_keep_lives(const struct kvd_keep *k)
 int kvd_keep_restart(struct kvd_keep *k)
 {
 	struct kvd_keep_msg m = {.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_QUIT};
-	int r;
+	int old = k->fd, r;
 
-	if (k->fd >= 0) {
-		/* It may only be slow: what it holds nobody would ever reach again. */
-		if (!KV_MUTANT(slow_keeper_stays))
-			send(k->fd, &m, sizeof(m), MSG_NOSIGNAL | MSG_DONTWAIT);
-		close(k->fd);
-	}
+	/* It may only be slow: what it holds nobody would ever reach again. */
+	if (old >= 0 && !KV_MUTANT(slow_keeper_stays))
+		send(old, &m, sizeof(m), MSG_NOSIGNAL | MSG_DONTWAIT);
 	k->fd = -1;
 	r = start(k);
+	/* Only now, when its place is taken: where its queue was full, that is how it knows. */
+	if (old >= 0)
+		close(old);
 	return r ? r : connect_to(k);
 }
 
@@ -181,11 +183,13 @@ int kvd_keep_put(struct kvd_keep *k, const struct kvd_keep_key *key, int fd)
 		.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_PUT, .key = *key};
 	int none = -1, r;
 
-	if (k->fd < 0)
+	if (k->fd < 0 || k->silent)
 		return -EPIPE;
 	kvd_crash_point();
 	r = kvd_keep_say(k->fd, &m, fd);
 	kvd_crash_point();
+	if (r == -ENFILE)
+		return r;
 	if (!r)
 		r = kvd_keep_hear(k->fd, &m, 0, &none);
 	if (none >= 0)
@@ -201,8 +205,9 @@ void kvd_keep_del(struct kvd_keep *k, const struct kvd_keep_key *key)
 		.magic = KVD_KEEP_MAGIC, .op = KVD_KEEP_DEL, .key = *key};
 
 	kvd_crash_point();
-	if (k->fd >= 0)
-		kvd_keep_say(k->fd, &m, -1);
+	/* One that does not take it holds on to it: it is a matter of the host's memory. */
+	if (k->fd >= 0 && !k->silent)
+		k->silent = kvd_keep_say(k->fd, &m, -1) != 0;
 	kvd_crash_point();
 }
 

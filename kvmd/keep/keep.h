@@ -95,6 +95,7 @@ int kvd_keeper_main(int listen_fd, int die_with);
  * @nr_started: keepers started by this process
  * @nr_held: what it said that it holds, when it was asked for the list; 0 it did not say
  * @answer_s: one that is silent for so long counts as dead
+ * @silent: it did not take a delete in that time: it is to be replaced, and is asked no more
  */
 struct kvd_keep {
 	int fd;
@@ -103,6 +104,7 @@ struct kvd_keep {
 	u32 nr_started;
 	u32 nr_held;
 	u32 answer_s;
+	bool silent;
 };
 
 /**
@@ -123,7 +125,7 @@ int kvd_keep_open(struct kvd_keep *k, const char *state_dir, int die_with,
 void kvd_keep_serving(struct kvd_keep *k);
 
 /** kvd_keep_put() - keep a fd. Return: 0; -EPIPE there is no keeper any more; -ENFILE it
- * has no room */
+ * has no room, or none is left on the way to it */
 int kvd_keep_put(struct kvd_keep *k, const struct kvd_keep_key *key, int fd);
 
 /** kvd_keep_del() - forget a fd; not an error if the keeper is away */

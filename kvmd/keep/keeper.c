@@ -3,7 +3,8 @@
  * keep/keeper.c - the keeper's own process: a table of fds and one loop. See keep.h.
  *
  * Started by kvmd as `kvmd --keeper-process`. Anything unexpected on a connection ends
- * that connection, never what is held.
+ * that connection, never what is held. It ends when kvmd says so, or with its last connection
+ * when its place was taken by another keeper: one that was slow may not have been told.
  */
 #include <errno.h>
 #include <poll.h>
@@ -12,7 +13,9 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include "base/mutant.h"
@@ -121,8 +124,12 @@ static int serve_one(struct keeper *k, bool dead)
 	int fd, r;
 
 	r = kvd_keep_hear(k->conn, &m, MSG_DONTWAIT, &fd);
+	if (r == -EMFILE && m.op == KVD_KEEP_PUT) {
+		m.result = -ENFILE;
+		return dead || !kvd_keep_say(k->conn, &m, -1) ? 0 : -ECONNRESET;
+	}
 	if (r)
-		return r;
+		return r == -EAGAIN ? r : -EPIPE;
 	if (fd >= 0 && m.op != KVD_KEEP_PUT) {
 		close(fd);
 		return -EPIPE;
@@ -188,6 +195,44 @@ static void take_over(struct keeper *k, int listen_fd)
 	k->conn = fd;
 }
 
+/**
+ * struct place - where kvmd finds us
+ * @addr: of our socket; its path "" where it has none
+ * @dev, @ino: what lay there when we began
+ */
+struct place {
+	struct sockaddr_un addr;
+	dev_t dev;
+	ino_t ino;
+};
+
+static void place_note(struct place *p, int listen_fd)
+{
+	socklen_t len = sizeof(p->addr) - 1;
+	struct stat st;
+
+	memset(p, 0, sizeof(*p));
+	if (getsockname(listen_fd, (struct sockaddr *)&p->addr, &len) ||
+	    stat(p->addr.sun_path, &st)) {
+		p->addr.sun_path[0] = 0;
+		return;
+	}
+	p->dev = st.st_dev;
+	p->ino = st.st_ino;
+}
+
+/* Another one has it, or nobody: no kvmd will ever ask for what is held here. */
+static bool place_lost(const struct place *p)
+{
+	struct stat st;
+
+	if (!p->addr.sun_path[0] || KV_MUTANT(slow_keeper_stays))
+		return false;
+	if (stat(p->addr.sun_path, &st))
+		return errno == ENOENT || errno == ENOTDIR;
+	return st.st_dev != p->dev || st.st_ino != p->ino;
+}
+
 static void all_fds(void)
 {
 	struct rlimit lim;
@@ -201,12 +246,14 @@ static void all_fds(void)
 int kvd_keeper_main(int listen_fd, int die_with)
 {
 	struct keeper k = {.conn = -1};
+	struct place place;
 	int pidfd = die_with ? (int)syscall(SYS_pidfd_open, die_with, 0) : -1;
 
 	if (die_with && pidfd < 0)
 		return 1;
 	prctl(PR_SET_NAME, "kvmd-keeper");
 	all_fds();
+	place_note(&place, listen_fd);
 	while (!k.quit) {
 		struct pollfd p[3] = {{.fd = k.conn, .events = POLLIN},
 				      {.fd = listen_fd, .events = POLLIN},
@@ -220,6 +267,8 @@ int kvd_keeper_main(int listen_fd, int die_with)
 			conn_ready(&k);
 		if (p[1].revents)
 			take_over(&k, listen_fd);
+		else if (p[0].revents && k.conn < 0 && place_lost(&place))
+			break;
 	}
 	return 0; /* the kernel closes what is held */
 }

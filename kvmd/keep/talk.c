@@ -7,10 +7,59 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "base/mutant.h"
 
 /* Padding lets one more in than there is room for: each that comes is looked at. */
 #define FDS_ROOM 3u
+
+/*
+ * Was the call interrupted, and may it be made again? A socket with a time limit says EINTR where
+ * any other goes on by itself, and not only for signals: io_uring's completions interrupt the
+ * loop thread as well. Each call has all of the limit again, so it is kept here, from the first
+ * interruption on: @until, 0 before.
+ */
+static bool again(int conn, int limit, u64 *until)
+{
+	struct timeval tv;
+	socklen_t len = sizeof(tv);
+	u64 ns;
+
+	if (errno != EINTR)
+		return false;
+	if (!*until) {
+		if (getsockopt(conn, SOL_SOCKET, limit, &tv, &len))
+			return false;
+		ns = (u64)tv.tv_sec * KV_NSEC_PER_SEC +
+		     (u64)tv.tv_usec * KV_NSEC_PER_USEC;
+		*until = ns ? kv_now_ns() + ns : ~0ull;
+	}
+	return kv_now_ns() < *until;
+}
+
+static int say(int conn, const struct msghdr *mh, size_t bytes)
+{
+	u64 until = 0;
+	ssize_t n;
+
+	do {
+		n = sendmsg(conn, mh, MSG_NOSIGNAL);
+	} while (n < 0 && again(conn, SO_SNDTIMEO, &until));
+	if (n == (ssize_t)bytes)
+		return 0;
+	return n < 0 && errno == ETOOMANYREFS ? -ENFILE : -EPIPE;
+}
+
+static ssize_t hear(int conn, struct msghdr *mh, int flags)
+{
+	u64 until = 0;
+	ssize_t n;
+
+	do {
+		n = recvmsg(conn, mh, flags | MSG_CMSG_CLOEXEC);
+	} while (n < 0 && again(conn, SO_RCVTIMEO, &until));
+	return n;
+}
 
 int kvd_keep_say(int conn, const struct kvd_keep_msg *m, int fd)
 {
@@ -32,7 +81,7 @@ int kvd_keep_say(int conn, const struct kvd_keep_msg *m, int fd)
 		cm->cmsg_len = CMSG_LEN(sizeof(int));
 		memcpy(CMSG_DATA(cm), &fd, sizeof(int));
 	}
-	return sendmsg(conn, &mh, MSG_NOSIGNAL) == (ssize_t)sizeof(*m) ? 0 : -EPIPE;
+	return say(conn, &mh, sizeof(*m));
 }
 
 int kvd_keep_say_many(int conn, const struct kvd_keep_many *many, const int *fds)
@@ -56,7 +105,7 @@ int kvd_keep_say_many(int conn, const struct kvd_keep_many *many, const int *fds
 	cm->cmsg_type = SCM_RIGHTS;
 	cm->cmsg_len = CMSG_LEN(nr * sizeof(int));
 	memcpy(CMSG_DATA(cm), fds, nr * sizeof(int));
-	return sendmsg(conn, &mh, MSG_NOSIGNAL) == (ssize_t)bytes ? 0 : -EPIPE;
+	return say(conn, &mh, bytes);
 }
 
 /* Descriptors of a message, at most @room of them, into @fds. Return: how many */
@@ -92,9 +141,7 @@ int kvd_keep_hear(int conn, struct kvd_keep_msg *m, int flags, int *ret_fd)
 	u32 nr;
 
 	*ret_fd = -1;
-	do {
-		n = recvmsg(conn, &mh, flags | MSG_CMSG_CLOEXEC);
-	} while (n < 0 && errno == EINTR);
+	n = hear(conn, &mh, flags);
 	if (n < 0)
 		return errno == EAGAIN && (flags & MSG_DONTWAIT) ? -EAGAIN : -EPIPE;
 	nr = fds_of(&mh, fds, FDS_ROOM + 1);
@@ -104,6 +151,10 @@ int kvd_keep_hear(int conn, struct kvd_keep_msg *m, int flags, int *ret_fd)
 			*ret_fd = fds[0];
 		return 0;
 	}
+	/* whole, but for a descriptor that found no number here */
+	if (n == (ssize_t)sizeof(*m) && m->magic == KVD_KEEP_MAGIC && !nr &&
+	    (mh.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == MSG_CTRUNC)
+		return -EMFILE;
 	while (nr && !KV_MUTANT(keeper_fd_leak))
 		close(fds[--nr]);
 	return -EPIPE;
@@ -139,9 +190,7 @@ int kvd_keep_hear_many(int conn, struct kvd_keep_many *many, int *fds, u32 *ret_
 	u32 nr;
 
 	*ret_nr = 0;
-	do {
-		n = recvmsg(conn, &mh, MSG_CMSG_CLOEXEC);
-	} while (n < 0 && errno == EINTR);
+	n = hear(conn, &mh, 0);
 	if (n < 0)
 		return -EPIPE;
 	nr = fds_of(&mh, fds, KVD_KEEP_BATCH);

@@ -14,7 +14,13 @@ struct kvd_keep_many {
 	struct kvd_keep_key keys[KVD_KEEP_BATCH];
 };
 
-/** kvd_keep_say() - @fd -1: none. Return: 0; -EPIPE */
+/**
+ * kvd_keep_say() - waits, for as long as the socket's limit
+ * @fd: -1: none
+ *
+ * Return: 0; -ENFILE: this user has too many descriptors under way in sockets, which is no fault
+ * of the peer's: somebody does not read what kvmd sent; -EPIPE.
+ */
 int kvd_keep_say(int conn, const struct kvd_keep_msg *m, int fd);
 
 /** kvd_keep_say_many() - @many->m.result keys, each with its fd. Return: 0; -EPIPE */
@@ -38,7 +44,8 @@ int kvd_keep_hear_many(int conn, struct kvd_keep_many *many, int *fds, u32 *ret_
  * Anything else than one message with at most one descriptor is not our peer's: its
  * descriptors are closed.
  *
- * Return: 0; -EAGAIN (with MSG_DONTWAIT); -EPIPE.
+ * Return: 0; -EAGAIN (with MSG_DONTWAIT); -EMFILE: there was no room for its descriptor, @m can
+ * be read; -EPIPE.
  */
 int kvd_keep_hear(int conn, struct kvd_keep_msg *m, int flags, int *ret_fd);
 

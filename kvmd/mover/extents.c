@@ -4,6 +4,7 @@
  * first job, put when the process has let go or is gone. Loop thread only.
  */
 #include "base/assert.h"
+#include "base/clock.h"
 #include "base/mutant.h"
 #include "kvmd/mover/mover_priv.h"
 
@@ -60,6 +61,7 @@ void mover_extent_put(struct kvd_mover *m, struct mover_extent *e)
 	while (*link != self)
 		link = &m->extents[*link - 1].next;
 	*link = e->next;
+	m->nr_unmaps -= e->unmap_sent;
 	*e = (struct mover_extent){.next = m->extent_free};
 	m->extent_free = self;
 	m->nr_extents--;
@@ -82,8 +84,10 @@ void mover_extent_unmap(struct kvd_mover *m, struct mover_extent *e)
 		return;
 	}
 	e->unmap_sent = true;
+	if (!m->nr_unmaps++ && !m->nr_handed)
+		m->progress_ns = kv_now_ns();
 	if (KV_MUTANT(mover_put_unasked)) {
-		e->unmap_sent = e->sent = false;
+		e->sent = false;
 		mover_extent_put(m, e);
 	}
 }
@@ -98,6 +102,7 @@ void kvd_mover_extent_drop(struct kvd_mover *m, u32 pool_id, u32 index, u64 seri
 	if (KV_MUTANT(mover_drop_under_job) && e->sent) {
 		mover_send(m, KVD_MV_UNMAP, (u32)(e - m->extents), 0, 0, -1);
 		e->unmap_sent = true;
+		m->nr_unmaps++;
 		return;
 	}
 	mover_extent_unmap(m, e);
@@ -117,6 +122,7 @@ void kvd_mover_extents_idle(struct kvd_mover *m, u64 before_ns)
 /* The process that had them is gone, and so are its mappings. */
 void mover_extents_forget(struct kvd_mover *m)
 {
+	m->nr_unmaps = 0;
 	for (u32 i = 0; i < m->extents_used; i++) {
 		struct mover_extent *e = &m->extents[i];
 

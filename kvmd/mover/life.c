@@ -65,7 +65,7 @@ static void release(struct kvd_mover *m)
 	m->pid = 0;
 	m->sq_tail = m->cq_head = 0;
 	m->listed = m->was_ready = m->resend = m->adopted = false;
-	m->owns = m->alloc_sent = false;
+	m->owns = m->alloc_sent = m->unwatched = false;
 }
 
 static int spawn(struct kvd_mover *m, int sock)
@@ -167,17 +167,15 @@ void mover_start(struct kvd_mover *m, u64 now_ns)
 	m->stats.starts++;
 	m->state = KVD_MOVER_STARTING;
 	m->pidfd = (int)syscall(SYS_pidfd_open, m->pid, 0);
-	if (m->pidfd < 0) {
-		/* It ends with its socket; a child that nobody has waited for keeps its
-		 * number. */
-		r = -errno;
+	r = m->pidfd < 0 ? -errno : watch(m, m->pidfd, TAG_PID);
+	if (r) {
+		/* Nobody would hear of its end. A child that nobody has waited for keeps
+		 * its number. */
 		kill(m->pid, SIGKILL);
 		waitpid(m->pid, NULL, 0);
 		goto fail;
 	}
-	r = watch(m, m->pidfd, TAG_PID);
-	if (!r)
-		r = m->ops.keep(m->ops.arg, m->pid, m->pidfd, KVD_MOVER_FRESH);
+	r = m->ops.keep(m->ops.arg, m->pid, m->pidfd, KVD_MOVER_FRESH);
 	if (!r)
 		r = say_hello(m);
 	if (r) {
@@ -268,6 +266,7 @@ static bool heard(struct kvd_mover *m, const struct kvd_mv_msg *msg)
 			return true;
 		if (!e->name.bytes || !e->unmap_sent)
 			return false;
+		m->progress_ns = kv_now_ns();
 		mover_extent_put(m, e);
 		return true;
 	case KVD_MV_ALLOCED:
@@ -381,8 +380,16 @@ void kvd_mover_adopt(struct kvd_mover *m, pid_t pid, int pidfd, enum kvd_mover_k
 	snprintf(m->error, sizeof(m->error), "mover %d: of an earlier kvmd", pid);
 	m->state = KVD_MOVER_DYING;
 	syscall(SYS_pidfd_send_signal, pidfd, SIGKILL, NULL, 0);
-	if (watch(m, pidfd, TAG_PID))
-		kvd_err("mover", "cannot watch mover %d: %s", pid, strerror(errno));
+	m->unwatched = true;
+	mover_watch_again(m);
+	if (m->unwatched)
+		kvd_err("mover", "cannot watch mover %d yet", pid);
+}
+
+void mover_watch_again(struct kvd_mover *m)
+{
+	if (m->unwatched)
+		m->unwatched = watch(m, m->pidfd, TAG_PID) != 0;
 }
 
 void kvd_mover_event(struct kvd_mover *m)

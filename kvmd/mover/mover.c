@@ -281,7 +281,7 @@ static void hand_over(struct kvd_mover *m, u64 now_ns)
 		list_del(&job->node);
 		list_add_tail(&m->handed, &job->node);
 		job->state = JOB_HANDED;
-		if (!m->nr_handed++)
+		if (!m->nr_handed++ && !m->nr_unmaps)
 			m->progress_ns = now_ns;
 		any = true;
 	}
@@ -366,6 +366,7 @@ u64 kvd_mover_run(struct kvd_mover *m, u64 now_ns)
 	m->now_ns = now_ns;
 	if (m->state == KVD_MOVER_OFF && !m->nr_jobs && !m->alloc_id)
 		return KVD_MOVER_NEVER;
+	mover_watch_again(m);
 	take_completions(m, now_ns);
 	if (!list_empty(&m->queued))
 		next = expire(m, now_ns);
@@ -379,7 +380,7 @@ u64 kvd_mover_run(struct kvd_mover *m, u64 now_ns)
 		if (m->resend || (m->alloc_id && !m->alloc_sent))
 			resend(m);
 	}
-	if (m->state == KVD_MOVER_READY && m->nr_handed &&
+	if (m->state == KVD_MOVER_READY && mover_owes(m) && now_ns > m->progress_ns &&
 	    now_ns - m->progress_ns > STUCK_NS)
 		mover_kill(m, "no progress for 30 s");
 	/* Whoever waits learns that there is no telling when. */
@@ -388,7 +389,7 @@ u64 kvd_mover_run(struct kvd_mover *m, u64 now_ns)
 	call_done(m);
 	if (m->state == KVD_MOVER_BACKOFF && wanted)
 		next = KV_MIN(next, m->retry_ns);
-	if (m->state == KVD_MOVER_READY && m->nr_handed)
+	if (m->state == KVD_MOVER_READY && mover_owes(m))
 		next = KV_MIN(next, m->progress_ns + STUCK_NS + 1);
 	if (m->state == KVD_MOVER_ENDING && !list_empty(&m->queued))
 		next = KV_MIN(next, m->ending_ns + UNPROVEN_NS + 1);
@@ -450,15 +451,20 @@ static int pool_make(struct kvd_mover *m)
 int kvd_mover_pool_fill(struct kvd_mover *m, const bool *stop)
 {
 	u64 bytes = m->params.pool_bytes, at, n;
+	int r;
 
 	if (KV_MUTANT(memory_not_backed))
 		return 0;
 	for (at = 0; at < bytes; at += n) {
 		n = KV_MIN(bytes - at, FILL_BYTES);
-		if (stop && __atomic_load_n(stop, __ATOMIC_RELAXED))
-			return -ECANCELED;
-		if (fallocate(m->params.pool_fd, 0, (off_t)at, (off_t)n))
-			return errno == ENOSPC ? -ENOMEM : -errno;
+		do { /* a cgroup that was frozen interrupts it, too */
+			if (stop && __atomic_load_n(stop, __ATOMIC_RELAXED))
+				return -ECANCELED;
+			r = fallocate(m->params.pool_fd, 0, (off_t)at, (off_t)n) ? -errno
+										 : 0;
+		} while (r == -EINTR);
+		if (r)
+			return r == -ENOSPC ? -ENOMEM : r;
 	}
 	return 0;
 }

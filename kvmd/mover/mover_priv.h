@@ -67,14 +67,15 @@ struct kvd_mover {
 	u32 sq_tail, cq_head; /* ours: what the ring says is only a copy */
 	bool listed;
 	bool was_ready;
-	bool adopted; /* of an earlier kvmd; @had_jobs says whether it may copy */
+	bool unwatched; /* no memory for that: tried again in every turn */
+	bool adopted;	/* of an earlier kvmd; @had_jobs says whether it may copy */
 	bool had_jobs;
 	bool owns; /* memory of kvd_mover_alloc() */
 	bool quitting;
 	int start_result;
 	u64 backoff_ns;
 	u64 retry_ns;
-	u64 progress_ns;
+	u64 progress_ns; /* it answered, or was asked when it had nothing to do */
 	u64 ending_ns;
 	u64 now_ns;
 	/* cuda-legacy: the allocation under way; 0 none */
@@ -85,7 +86,8 @@ struct kvd_mover {
 	u32 nr_jobs, nr_handed;
 	u64 next_sequence;
 	u32 nr_extents, extent_free, extents_used;
-	bool resend; /* the socket was full */
+	u32 nr_unmaps; /* sent, and not answered */
+	bool resend;   /* the socket was full */
 	struct kvd_mover_stats stats;
 	char error[192];
 	u32 hash[MOVER_HASH];
@@ -93,6 +95,12 @@ struct kvd_mover {
 	struct mover_extent extents[KVD_MOVER_EXTENTS_MAX];
 	struct kvd_mv_entry runs[KVD_MOVER_JOBS_MAX][KVD_MOVER_COPIES_MAX];
 };
+
+/* Jobs, or the end of mappings: an extent that it does not let go takes no job any more. */
+static inline bool mover_owes(const struct kvd_mover *m)
+{
+	return m->nr_handed || m->nr_unmaps;
+}
 
 /* mover.c */
 void mover_job_finish(struct kvd_mover *m, struct mover_job *job, int status);
@@ -112,5 +120,6 @@ void mover_start(struct kvd_mover *m, u64 now_ns);
 void mover_kill(struct kvd_mover *m, const char *why);
 int mover_send(struct kvd_mover *m, u32 type, u32 slot, u64 id, u64 bytes, int fd);
 void mover_stop(struct kvd_mover *m);
+void mover_watch_again(struct kvd_mover *m);
 
 #endif

@@ -88,6 +88,7 @@ static void recall(struct kvd_core *core, struct kvd_tenant *t)
 
 static u32 evict(struct kvd_core *core, struct kvd_tenant *t, bool dry_run)
 {
+	u64 later_bytes = 0;
 	u32 nr = 0;
 
 	for (u32 p = 0; p < KVD_POOLS_MAX; p++) {
@@ -95,10 +96,19 @@ static u32 evict(struct kvd_core *core, struct kvd_tenant *t, bool dry_run)
 
 		if (!pool || pool->domain_id != t->account.domain_id)
 			continue;
-		if (dry_run)
+		if (dry_run) {
 			nr += kvd_lru_nr(&pool->lru[t->account.slot]);
-		else
-			nr += kvd_reclaim_pool(pool, t->index, pool->geo.nr_pages, true);
+			continue;
+		}
+		nr += kvd_reclaim_pool(pool, t->index, pool->geo.nr_pages, true);
+		/* A tier takes a part of a pool at a time. */
+		if (pool->evict_again)
+			later_bytes += kvd_lru_nr(&pool->lru[t->account.slot]) *
+				       pool->geo.stride_bytes;
+	}
+	if (later_bytes) {
+		t->account.reclaim_debt = KV_MAX(t->account.reclaim_debt, later_bytes);
+		core->mm.own_debts = true;
 	}
 	return nr;
 }

@@ -32,7 +32,6 @@ struct kvd_io {
 	int event_fd;
 	struct kvd_workers *workers; /* the fallback's; else NULL */
 	u32 nr_pending;
-	u32 nr_unsent;
 };
 
 /* ------------------------------------------------------------------- faults */
@@ -165,7 +164,6 @@ static void uring_submit(struct kvd_io *io, struct kvd_io_op *op)
 	else
 		io_uring_prep_read(sqe, io->p.fd, op->addr, op->ask_bytes, op->off);
 	io_uring_sqe_set_data(sqe, op);
-	io->nr_unsent++;
 }
 
 static u32 uring_reap(struct kvd_io *io)
@@ -292,10 +290,9 @@ int kvd_io_submit(struct kvd_io *io, struct kvd_io_op *op)
 
 void kvd_io_flush(struct kvd_io *io)
 {
-	if (!io->nr_unsent)
-		return;
-	io->nr_unsent = 0;
-	io_uring_submit(&io->ring);
+	/* What the kernel does not take now, for want of memory, is there the next time. */
+	if (io->uring && io_uring_sq_ready(&io->ring))
+		io_uring_submit(&io->ring);
 }
 
 u32 kvd_io_reap(struct kvd_io *io)

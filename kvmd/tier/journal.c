@@ -27,6 +27,7 @@
  * @used: bytes in @buf[fill]
  * @writing: a worker has @buf[!fill], @writing_bytes of it
  * @retry: it failed and must be written again: later records follow it
+ * @held: but not before kvd_journal_tick(): a disk that is full fails at once, for long
  */
 struct stream {
 	struct kvd_journal *j;
@@ -39,6 +40,7 @@ struct stream {
 	u32 writing_bytes;
 	bool writing;
 	bool retry;
+	bool held;
 	int result;
 	struct kvd_work work;
 };
@@ -54,7 +56,10 @@ struct kvd_journal {
 	bool compacting; /* the new file is being written */
 	bool finishing;	 /* all live entries are in it */
 	bool renaming;	 /* a worker puts it in place */
-	int rename_result;
+	bool held;	 /* none is begun before kvd_journal_tick() */
+	u64 lost_before; /* records that were lost when it began */
+	u64 repaired;	 /* of those lost, what a later compaction made good */
+	int rename_result, sync_result;
 	struct kvd_work rename_work;
 	struct kvd_journal_stats stats;
 };
@@ -122,6 +127,12 @@ static void batch_run(struct kvd_work *w)
 
 static void next_finish(struct kvd_journal *j);
 
+static void failed(struct kvd_journal *j, int error)
+{
+	j->stats.errors++;
+	j->stats.last_error = error;
+}
+
 static void stream_fini(struct stream *s)
 {
 	if (s->fd < 0)
@@ -145,10 +156,9 @@ static void batch_done(struct kvd_work *w)
 	}
 	if (!s->result && kvd_fault(KVD_FAULT_tier_journal))
 		s->result = -EIO;
-	s->retry = s->result != 0;
+	s->retry = s->held = s->result != 0;
 	if (s->result) {
-		j->stats.errors++;
-		j->stats.last_error = s->result;
+		failed(j, s->result);
 		return;
 	}
 	s->off += s->writing_bytes;
@@ -159,7 +169,7 @@ static void batch_done(struct kvd_work *w)
 
 static void stream_flush(struct stream *s)
 {
-	if (s->writing || s->fd < 0)
+	if (s->writing || s->held || s->fd < 0)
 		return;
 	if (!s->retry) {
 		if (!s->used)
@@ -317,6 +327,7 @@ void kvd_journal_close(struct kvd_journal *j, bool clean)
 	if (!j)
 		return;
 	wait_idle(j);
+	kvd_journal_tick(j);
 	if (clean) {
 		stream_flush(now_of(j));
 		wait_idle(j);
@@ -340,6 +351,7 @@ void kvd_journal_add(struct kvd_journal *j, const struct kvd_journal_record *rec
 	if (j->compacting)
 		ok &= stream_add(next_of(j), rec, 0);
 	j->stats.lost += !ok;
+	j->stats.missing = j->stats.lost - j->repaired;
 	j->stats.records = now_of(j)->number - 1;
 }
 
@@ -348,6 +360,11 @@ void kvd_journal_flush(struct kvd_journal *j)
 	stream_flush(now_of(j));
 	if (j->compacting)
 		stream_flush(next_of(j));
+}
+
+void kvd_journal_tick(struct kvd_journal *j)
+{
+	now_of(j)->held = next_of(j)->held = j->held = false;
 }
 
 const struct kvd_journal_stats *kvd_journal_stats(const struct kvd_journal *j)
@@ -359,8 +376,9 @@ const struct kvd_journal_stats *kvd_journal_stats(const struct kvd_journal *j)
 
 bool kvd_journal_wants(const struct kvd_journal *j, u64 live)
 {
-	return !j->compacting && j->streams[!j->cur].fd < 0 &&
-	       j->streams[j->cur].number > 2 * live + KVD_JOURNAL_SLACK;
+	return !j->compacting && !j->held && j->streams[!j->cur].fd < 0 &&
+	       (j->streams[j->cur].number > 2 * live + KVD_JOURNAL_SLACK ||
+		(j->stats.missing && !KV_MUTANT(journal_loss_stays)));
 }
 
 int kvd_journal_compact(struct kvd_journal *j)
@@ -370,15 +388,17 @@ int kvd_journal_compact(struct kvd_journal *j)
 	kv_assert(!j->compacting);
 	fd = openat(j->dir_fd, j->new_name,
 		    O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
-	if (fd < 0)
-		return -errno;
-	r = stream_init(next_of(j), j, fd, 1);
+	r = fd < 0 ? -errno : stream_init(next_of(j), j, fd, 1);
 	if (r) {
-		close(fd);
+		if (fd >= 0)
+			close(fd);
+		failed(j, r);
+		j->held = true;
 		return r;
 	}
 	stream_add(next_of(j), &j->open, 0);
 	j->compacting = true;
+	j->lost_before = j->stats.lost;
 	return 0;
 }
 
@@ -397,10 +417,11 @@ static void rename_run(struct kvd_work *w)
 {
 	struct kvd_journal *j = kv_container_of(w, struct kvd_journal, rename_work);
 
+	j->sync_result = 0;
 	j->rename_result =
-		renameat(j->dir_fd, j->new_name, j->dir_fd, j->name) || fsync(j->dir_fd)
-			? -errno
-			: 0;
+		renameat(j->dir_fd, j->new_name, j->dir_fd, j->name) ? -errno : 0;
+	if (!j->rename_result && fsync(j->dir_fd))
+		j->sync_result = -errno;
 }
 
 static void rename_done(struct kvd_work *w)
@@ -409,13 +430,18 @@ static void rename_done(struct kvd_work *w)
 	struct stream *other = next_of(j);
 
 	j->renaming = j->compacting = j->finishing = false;
+	/* The name is the new file's also where a power cut may yet undo that. */
+	if (j->sync_result)
+		failed(j, j->sync_result);
+	j->held = true; /* once a second, also where changes go on to be lost */
 	if (j->rename_result) {
-		j->stats.errors++;
-		j->stats.last_error = j->rename_result;
+		failed(j, j->rename_result);
 	} else {
 		j->cur = !j->cur;
 		other = next_of(j);
 		j->stats.compactions++;
+		j->repaired = j->lost_before;
+		j->stats.missing = j->stats.lost - j->repaired;
 		j->stats.records = now_of(j)->number - 1;
 	}
 	/* A batch that a worker still has ends it: batch_done(). */

@@ -106,13 +106,16 @@ int kvd_journal_open(const struct kvd_journal_params *p, struct kvd_journal_foun
 void kvd_journal_close(struct kvd_journal *j, bool clean);
 
 /** kvd_journal_add() - one change; magic, number and crc are filled in. Never blocks: what
- * does not fit is counted as lost, and the tier is a little emptier after a restart */
+ * does not fit is counted as lost, and a compaction is due, which makes it good */
 void kvd_journal_add(struct kvd_journal *j, const struct kvd_journal_record *rec);
 
 /** kvd_journal_flush() - hand what was added to a worker, unless one is at work */
 void kvd_journal_flush(struct kvd_journal *j);
 
-/** kvd_journal_wants() - are so many records dead that a compaction is due? */
+/** kvd_journal_tick() - once a second: what failed is tried again, with the next flush */
+void kvd_journal_tick(struct kvd_journal *j);
+
+/** kvd_journal_wants() - are so many records dead, or any missing, that a compaction is due? */
 bool kvd_journal_wants(const struct kvd_journal *j, u64 live);
 
 /** kvd_journal_compact() - begin one. Return: 0; -errno */
@@ -133,6 +136,7 @@ struct kvd_journal_stats {
 	u64 written;
 	u64 errors;
 	u64 lost;
+	u64 missing; /* of them, until a compaction has ended that began later */
 	u64 compactions;
 	int last_error;
 };

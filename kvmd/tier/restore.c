@@ -118,6 +118,31 @@ void tier_restore_copied(struct tier_op *op)
 		digest_start(op);
 }
 
+static void frame_wait(struct tier_op *op)
+{
+	list_add_tail(&op->t->frames, &op->wait);
+	op->t->nr_frames++;
+	op->t->pool_frames[op->pool_id - 1]++;
+}
+
+static void frame_unwait(struct tier_op *op)
+{
+	list_del(&op->wait);
+	list_init(&op->wait);
+	op->t->nr_frames--;
+	op->t->pool_frames[op->pool_id - 1]--;
+}
+
+/* As many pages as wait in this pool, less those that come by themselves: it is asked in every
+ * turn, and a page that was evicted takes a grace period to be free. */
+static void frames_wake(struct kvd_tiers *t, struct kvd_pool *pool)
+{
+	u32 want = t->pool_frames[pool->id - 1], coming = kvd_pool_nr_coming(pool);
+
+	if (want > coming)
+		kvd_reclaim_wake(pool, want - coming);
+}
+
 /*
  * The DRAM slot is READY and has this reader. Ids of tenants, domains and pools may be
  * others' by now: what counts is the domain's secret.
@@ -137,12 +162,16 @@ static void frame_step(struct tier_op *op)
 	struct kvd_pool *pool = tier_pool_of(op);
 	int r = KV_MISS;
 
+	/* A copier that stands still would keep the frame. */
 	if (frame_wanted(op, tenant, pool))
-		r = kvd_restore_begin(tenant, pool, &op->pfn);
-	if ((r == KV_FULL || r == KV_PENDING) && t->core->mm.now_ns < op->deadline_ns) {
+		r = t->copier_stuck ? KV_PENDING
+				    : kvd_restore_begin(tenant, pool, &op->pfn);
+	if ((r == KV_FULL || r == KV_PENDING) && t->core->mm.now_ns < op->deadline_ns &&
+	    t->pool_frames[pool->id - 1] < KVD_TIER_WAITING_MAX) {
 		/* Reclaim makes room: tier_frames_retry(). */
-		list_add_tail(&t->frames, &op->wait);
-		kvd_reclaim_wake(pool, ++t->nr_frames);
+		frame_wait(op);
+		if (!t->copier_stuck)
+			frames_wake(t, pool);
 		return;
 	}
 	if (r) {
@@ -158,26 +187,28 @@ static void frame_step(struct tier_op *op)
 		tier_copy_queue(op, KVD_TIER_IN);
 }
 
-static void frame_unwait(struct tier_op *op)
-{
-	list_del(&op->wait);
-	list_init(&op->wait);
-	op->t->nr_frames--;
-}
-
-/* In their order, as far as there is room. */
+/* In their order, as far as there is room. A tenant that a pool refuses is not asked for
+ * again in this turn, and holds up nobody else: the list goes round once. */
 void tier_frames_retry(struct kvd_tiers *t)
 {
+	u8 refused[KVD_POOLS_MAX][KVD_TENANTS_MAX / 8];
+
+	if (!t->nr_frames)
+		return;
+	memset(refused, 0, sizeof(refused));
 	for (u32 left = t->nr_frames; left; left--) {
 		struct tier_op *op = list_first(&t->frames, struct tier_op, wait);
+		u8 *byte = &refused[op->pool_id - 1][op->tenant / 8];
+		u8 bit = (u8)(1u << op->tenant % 8);
+		u32 had = t->nr_frames;
 
 		frame_unwait(op);
-		frame_step(op);
-		if (t->nr_frames < left)
-			continue;
-		list_del(&op->wait);
-		list_add(&t->frames, &op->wait);
-		return;
+		if (*byte & bit)
+			frame_wait(op);
+		else
+			frame_step(op);
+		if (t->nr_frames == had)
+			*byte |= bit;
 	}
 }
 
@@ -297,6 +328,7 @@ static bool read_start(struct tier_op *op, const struct kvd_slot_name *name)
 	kvd_space_get(sp, op->nvme);
 	op->from_nvme = true;
 	list_add_tail(&t->reads, &op->wait);
+	t->more = true; /* kvd_io_flush() */
 	tier_reads_start(t);
 	return true;
 }
@@ -359,6 +391,7 @@ void tier_restore_deadlines(struct kvd_tiers *t)
 		/* The disk still has its buffer: it goes on, and nobody waits for it. */
 		op->late = true;
 		t->stats.read_late++;
+		list_del(&op->pool_node);
 		list_del(&op->node);
 		list_add_tail(&t->late, &op->node);
 	}
@@ -379,12 +412,12 @@ static void want_of_slot(struct tier_op *op, const struct kvd_slot *s)
 static struct tier_op *restore_op(struct kvd_tiers *t, const struct kvd_restore_ask *ask,
 				  const struct kvd_slot *s)
 {
-	struct tier_op *op = tier_op_get(t, OP_RESTORE);
+	struct tier_op *op = t->copier_stuck ? NULL : tier_op_get(t, OP_RESTORE);
 
 	if (!op)
 		return NULL;
 	want_of_slot(op, s);
-	op->pool_id = ask->pool->id;
+	tier_op_pool(op, ask->pool);
 	op->tenant = ask->tenant->index;
 	tier_ident_of(t, op->tenant);
 	op->root = ask->root;

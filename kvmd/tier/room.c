@@ -23,9 +23,9 @@ static bool donor_ok(const struct kvd_space *sp, u32 i, u16 tenant, u64 bytes)
 	       KV_MUTANT(tier_min_not_kept);
 }
 
-/* As mm/reclaim.c's: above high first, then furthest above min for its weight. */
+/* As mm/reclaim.c's: above high first, then furthest above min for its weight; none of @asked. */
 static struct kvd_slot_list *donor(const struct kvd_space *sp, struct kvd_space_class *c,
-				   u16 tenant)
+				   u16 tenant, const bool *asked)
 {
 	struct kvd_slot_list *best = NULL;
 	u64 best_score = 0;
@@ -36,7 +36,7 @@ static struct kvd_slot_list *donor(const struct kvd_space *sp, struct kvd_space_
 		u64 score;
 		bool high;
 
-		if (!c->lru[i].nr || !donor_ok(sp, i, tenant, c->slot_bytes))
+		if (asked[i] || !c->lru[i].nr || !donor_ok(sp, i, tenant, c->slot_bytes))
 			continue;
 		high = a->used_bytes > a->high_bytes;
 		score = (a->used_bytes - KV_MIN(a->used_bytes, a->min_bytes)) /
@@ -184,15 +184,14 @@ static u32 class_get(struct kvd_space *sp, u64 slot_bytes)
 }
 
 /* What a tenant at its max gives first: pages of this size, else of any. */
-static struct kvd_slot_list *own_list(struct kvd_space *sp, struct kvd_space_class *c,
-				      u16 tenant)
+static u32 own_victim(struct kvd_space *sp, struct kvd_space_class *c, u16 tenant)
 {
-	if (c->nr_segments && c->lru[tenant].nr)
-		return &c->lru[tenant];
-	for (u32 i = 0; i < KVD_SPACE_CLASSES; i++)
-		if (sp->classes[i].nr_segments && sp->classes[i].lru[tenant].nr)
-			return &sp->classes[i].lru[tenant];
-	return NULL;
+	u32 id = c->nr_segments ? victim(sp, &c->lru[tenant]) : KVD_SLOT_NONE;
+
+	for (u32 i = 0; i < KVD_SPACE_CLASSES && id == KVD_SLOT_NONE; i++)
+		if (sp->classes[i].nr_segments)
+			id = victim(sp, &sp->classes[i].lru[tenant]);
+	return id;
 }
 
 /* Within the tenant's budget, at the cost of its own oldest pages. */
@@ -203,10 +202,7 @@ static bool budget(struct kvd_space *sp, struct kvd_space_class *c, u16 tenant)
 	if (KV_MUTANT(tier_no_budget))
 		return true;
 	while (a->used_bytes + c->slot_bytes > a->max_bytes) {
-		struct kvd_slot_list *own =
-			c->slot_bytes > a->max_bytes ? NULL : own_list(sp, c, tenant);
-
-		if (!own || !evict(sp, victim(sp, own)))
+		if (c->slot_bytes > a->max_bytes || !evict(sp, own_victim(sp, c, tenant)))
 			return false;
 	}
 	return true;
@@ -215,6 +211,7 @@ static bool budget(struct kvd_space *sp, struct kvd_space_class *c, u16 tenant)
 static bool room(struct kvd_space *sp, u32 class, u16 tenant)
 {
 	struct kvd_space_class *c = &sp->classes[class];
+	bool asked[KVD_TENANTS_MAX] = {false};
 	struct kvd_slot_list *lru;
 
 	if (c->free.nr)
@@ -223,10 +220,15 @@ static bool room(struct kvd_space *sp, u32 class, u16 tenant)
 		class_add_segment(sp, class, sp->free_segments[--sp->nr_free_segments]);
 		return true;
 	}
-	lru = c->nr_segments ? donor(sp, c, tenant) : NULL;
+	lru = c->nr_segments ? donor(sp, c, tenant, asked) : NULL;
 	if (!lru)
 		return segment_steal(sp, class, tenant);
-	return evict(sp, victim(sp, lru));
+	/* All of one's may be written at the moment: then the next one gives. */
+	while (lru && !evict(sp, victim(sp, lru))) {
+		asked[lru - c->lru] = true;
+		lru = donor(sp, c, tenant, asked);
+	}
+	return lru != NULL;
 }
 
 static void slot_take(struct kvd_space *sp, u32 id, const struct kvd_slot_name *name,

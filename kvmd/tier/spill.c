@@ -109,7 +109,7 @@ int tier_evict(void *arg, struct kvd_pool *pool, u32 pfn)
 	}
 	slot_fill(op);
 	header_fill(op, pool, pfn);
-	op->pool_id = pool->id;
+	tier_op_pool(op, pool);
 	op->pfn = pfn;
 	kvd_spill_begin(pool, pfn);
 	tier_copy_queue(op, KVD_TIER_OUT);

@@ -340,11 +340,30 @@ int kvd_store_open(const struct kvd_store_params *p, char *error, struct kvd_sto
 	return 0;
 }
 
+/* Pages whose ends were not noted would be back with the next start: an operator may have meant
+ * them to be gone for good. No journal is better than that. */
+static void journal_repair(struct kvd_store *st)
+{
+	const struct kvd_journal_stats *js = kvd_journal_stats(st->journal);
+	u64 errors = js->errors;
+
+	while (js->missing && js->errors == errors) {
+		kvd_journal_tick(st->journal);
+		kvd_store_turn(st);
+		if (!kvd_workers_reap(st->writer))
+			usleep(200);
+	}
+	if (js->missing)
+		unlinkat(st->dir_fd, "journal", 0);
+}
+
 void kvd_store_close(struct kvd_store *st, bool clean)
 {
 	if (!st)
 		return;
 	st->space.dropped = NULL;
+	if (clean && !KV_MUTANT(journal_loss_stays))
+		journal_repair(st);
 	kvd_journal_close(st->journal, clean);
 	store_free(st);
 }
@@ -362,7 +381,12 @@ u32 kvd_store_pending(const struct kvd_store *st)
 	return kvd_workers_pending(st->writer) + kvd_io_pending(st->io);
 }
 
-/* A slice of live entries; segments without any are passed over whole. */
+void kvd_store_tick(struct kvd_store *st)
+{
+	kvd_journal_tick(st->journal);
+}
+
+/* A slice of live entries; what has none is passed over whole. */
 static bool compact_slice(struct kvd_store *st)
 {
 	struct kvd_space *sp = &st->space;
@@ -370,9 +394,13 @@ static bool compact_slice(struct kvd_store *st)
 	struct kvd_journal_record rec;
 
 	for (u32 i = 0; i < COMPACT_SLICE && st->compact_id < end; i++) {
-		if (!sp->segments[st->compact_id / sp->slots_per_segment].class) {
-			st->compact_id += sp->slots_per_segment -
-					  st->compact_id % sp->slots_per_segment;
+		const struct kvd_segment *seg =
+			&sp->segments[st->compact_id / sp->slots_per_segment];
+		u32 in = st->compact_id % sp->slots_per_segment;
+
+		/* Few of the places have a slot where slots are large. */
+		if (!seg->nr_used || in >= sp->classes[seg->class - 1].per_segment) {
+			st->compact_id += sp->slots_per_segment - in;
 			continue;
 		}
 		if (sp->slots[st->compact_id].state == KVD_SLOT_READY) {

@@ -167,6 +167,9 @@ u32 kvd_store_pending(const struct kvd_store *st);
 /** kvd_store_put() - a slot is READY: note it in the journal */
 void kvd_store_put(struct kvd_store *st, u32 id);
 
+/** kvd_store_tick() - once a second: what failed in the journal is tried again */
+void kvd_store_tick(struct kvd_store *st);
+
 /** kvd_store_turn() - write the journal, go on with a compaction. Return: more to do at
  * once */
 bool kvd_store_turn(struct kvd_store *st);

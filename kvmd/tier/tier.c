@@ -29,7 +29,8 @@ struct tier_op *tier_op_get(struct kvd_tiers *t, enum op_kind kind)
 	struct tier_op *op = list_first(&t->free, struct tier_op, node);
 	u16 index;
 
-	if (!op || t->stopped)
+	if (!op || t->stopped ||
+	    (kind == OP_RESTORE && t->nr_restores == KVD_TIER_RESTORES_MAX))
 		return NULL;
 	index = op->index;
 	list_del(&op->node);
@@ -41,11 +42,21 @@ struct tier_op *tier_op_get(struct kvd_tiers *t, enum op_kind kind)
 	op->pfn = KVD_PFN_NONE;
 	op->dram = op->nvme = KVD_SLOT_NONE;
 	list_init(&op->wait);
+	list_init(&op->pool_node);
 	list_add_tail(kind == OP_WRITE ? &t->writing : &t->all, &op->node);
 	t->nr_busy++;
 	t->nr_spills += kind == OP_SPILL;
+	t->nr_restores += kind == OP_RESTORE;
 	t->nr_writes += kind == OP_WRITE;
 	return op;
+}
+
+/* Whose frame it is about: those who wait for it ask by the pool. */
+void tier_op_pool(struct tier_op *op, const struct kvd_pool *pool)
+{
+	kv_assert(list_empty(&op->pool_node));
+	op->pool_id = pool->id;
+	list_add_tail(&op->t->pool_ops[pool->id - 1], &op->pool_node);
 }
 
 void tier_op_put(struct tier_op *op)
@@ -54,9 +65,11 @@ void tier_op_put(struct tier_op *op)
 
 	kv_assert(op->kind != OP_FREE && list_empty(&op->wait) && !op->reading);
 	t->nr_spills -= op->kind == OP_SPILL;
+	t->nr_restores -= op->kind == OP_RESTORE;
 	t->nr_writes -= op->kind == OP_WRITE;
 	t->nr_busy--;
 	op->kind = OP_FREE;
+	list_del(&op->pool_node);
 	list_del(&op->node);
 	list_add_tail(&t->free, &op->node);
 	t->more = true;
@@ -89,6 +102,7 @@ void tier_copy_queue(struct tier_op *op, enum kvd_tier_dir dir)
 	kv_assert(list_empty(&op->wait) && op->pfn != KVD_PFN_NONE);
 	list_add_tail(&op->t->copies[dir], &op->wait);
 	op->t->nr_copies[dir]++;
+	op->t->more = true;
 }
 
 static void copied(struct tier_op *op, int status)
@@ -263,10 +277,11 @@ static u32 domain_walk(struct kvd_space *sp, u32 domain_id, bool drop)
 	u32 nr = 0;
 
 	for (u32 seg = 0; sp && seg < sp->nr_segments; seg++) {
-		u32 first = seg * sp->slots_per_segment;
+		u32 first = seg * sp->slots_per_segment, nr_slots = 0;
 
-		for (u32 i = 0; sp->segments[seg].nr_used && i < sp->slots_per_segment;
-		     i++) {
+		if (sp->segments[seg].nr_used)
+			nr_slots = sp->classes[sp->segments[seg].class - 1].per_segment;
+		for (u32 i = 0; i < nr_slots; i++) {
 			const struct kvd_slot *s = &sp->slots[first + i];
 
 			if (s->state != KVD_SLOT_READY || s->domain != domain_id)
@@ -303,10 +318,31 @@ u32 kvd_tier_count_domain(const struct kvd_tiers *t, u32 domain_id)
 	       domain_walk(tier_space_of(mutable, KVD_TIER_NVME), domain_id, false);
 }
 
+/* A WRITE ends with its DRAM slot: write.c. */
+static bool ops_cancel(struct kvd_tiers *t, struct list_node *ops,
+		       const struct kvd_slot_name *name)
+{
+	struct tier_op *op;
+	bool had = false;
+
+	list_for_each_entry (op, ops, node) {
+		if (memcmp(op->want.key, name->key, sizeof(op->want.key)) ||
+		    op->want.fingerprint != name->fingerprint ||
+		    t->idents[op->tenant].domain_id != name->domain)
+			continue;
+		op->cancelled = had = true;
+	}
+	return had;
+}
+
 bool kvd_tier_drop_page(struct kvd_tiers *t, const struct kvd_slot_name *name)
 {
 	bool had = false;
 
+	if (!KV_MUTANT(reset_spares_moving)) {
+		had |= ops_cancel(t, &t->all, name);
+		had |= ops_cancel(t, &t->late, name);
+	}
 	for (u32 i = 0; i < KVD_TIER_NR; i++) {
 		struct kvd_space *sp = tier_space_of(t, i);
 		u32 id = sp ? kvd_space_find(sp, name) : KVD_SLOT_NONE;
@@ -369,6 +405,8 @@ int kvd_tier_create(const struct kvd_tier_params *p, char *error, struct kvd_tie
 	list_init(&t->frames);
 	list_init(&t->copies[0]);
 	list_init(&t->copies[1]);
+	for (u32 i = 0; i < KVD_POOLS_MAX; i++)
+		list_init(&t->pool_ops[i]);
 	for (u16 i = 0; i < KVD_TIER_OPS; i++) {
 		t->ops[i].index = i;
 		list_add_tail(&t->free, &t->ops[i].node);
@@ -487,10 +525,17 @@ bool kvd_tier_turn(struct kvd_tiers *t)
 	return more || t->more;
 }
 
+bool kvd_tier_more(const struct kvd_tiers *t)
+{
+	return t->more;
+}
+
 void kvd_tier_tick(struct kvd_tiers *t)
 {
 	tier_restore_deadlines(t);
 	tier_tenants_check(t);
+	if (t->store)
+		kvd_store_tick(t->store);
 }
 
 u64 kvd_tier_serial(const struct kvd_tiers *t)
@@ -498,9 +543,10 @@ u64 kvd_tier_serial(const struct kvd_tiers *t)
 	return t->serial;
 }
 
-u64 kvd_tier_oldest(const struct kvd_tiers *t)
+u64 kvd_tier_oldest(const struct kvd_tiers *t, const struct kvd_pool *pool)
 {
-	const struct tier_op *op = list_first(&t->all, struct tier_op, node);
+	const struct tier_op *op =
+		list_first(&t->pool_ops[pool->id - 1], struct tier_op, pool_node);
 
 	return op ? op->serial : KVD_TIER_NONE;
 }

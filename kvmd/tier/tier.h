@@ -28,15 +28,19 @@
 #include "kvmd/own/spill.h"
 #include "kvmd/tier/store.h"
 
-#define KVD_TIER_OPS 512u
-#define KVD_TIER_SPILLS_MAX \
-	256u /* SPILLING pages, and a quarter of a pool: reclaim waits */
-#define KVD_TIER_BATCH	   64u /* pages in one copy job */
-#define KVD_TIER_BATCHES   64u
+/* SPILLING pages, and a quarter of a pool: reclaim waits */
+#define KVD_TIER_SPILLS_MAX   256u
+#define KVD_TIER_WRITES_MAX   (KVD_IO_DEPTH_MAX / 2)
+#define KVD_TIER_RESTORES_MAX 512u
+#define KVD_TIER_WAITING_MAX  (KVD_TIER_RESTORES_MAX / 2) /* for frames of one pool */
+/* Each has its own: pages that wait for a frame must not take what makes frames free. */
+#define KVD_TIER_OPS	      (KVD_TIER_SPILLS_MAX + KVD_TIER_WRITES_MAX + KVD_TIER_RESTORES_MAX)
+#define KVD_TIER_BATCH	      64u /* pages in one copy job */
+#define KVD_TIER_BATCHES      64u
 /* Long enough for a bus, and a job's pages wait for its end. */
-#define KVD_TIER_JOB_BYTES (32ull << 20)
-#define KVD_TIER_FDS	   3u
-#define KVD_TIER_NONE	   (~0ull)
+#define KVD_TIER_JOB_BYTES    (32ull << 20)
+#define KVD_TIER_FDS	      3u
+#define KVD_TIER_NONE	      (~0ull)
 
 /** Counters; each only grows. */
 #define KVD_TIER_COUNTERS(X)                                                 \
@@ -183,14 +187,19 @@ void kvd_tier_ready(struct kvd_tiers *t);
 /** kvd_tier_turn() - start what waits; once a loop turn. Return: more to do at once */
 bool kvd_tier_turn(struct kvd_tiers *t);
 
+/** kvd_tier_more() - since the last turn began something was asked for, or ended, that a turn
+ * goes on with: do not sleep before it */
+bool kvd_tier_more(const struct kvd_tiers *t);
+
 /** kvd_tier_tick() - once a second: deadlines, tenants that are gone, retries */
 void kvd_tier_tick(struct kvd_tiers *t);
 
 /** kvd_tier_serial() - number of the operation that was started last */
 u64 kvd_tier_serial(const struct kvd_tiers *t);
 
-/** kvd_tier_oldest() - of the oldest SPILL or RESTORE under way; KVD_TIER_NONE */
-u64 kvd_tier_oldest(const struct kvd_tiers *t);
+/** kvd_tier_oldest() - of the oldest SPILL or RESTORE of a pool under way; KVD_TIER_NONE. Not of
+ * all pools: one that has no frame to give is nothing to wait for in another */
+u64 kvd_tier_oldest(const struct kvd_tiers *t, const struct kvd_pool *pool);
 
 /** kvd_tier_drop_domain() - forget all stored pages of a domain. Return: slots */
 u32 kvd_tier_drop_domain(struct kvd_tiers *t, u32 domain_id);

@@ -12,6 +12,7 @@ enum op_kind { OP_FREE, OP_SPILL, OP_RESTORE, OP_WRITE };
 /**
  * struct tier_op - one page on its way
  * @node: free list; by age while under way (SPILL, RESTORE: @all, WRITE: @writing)
+ * @pool_node: SPILL and RESTORE: by age in struct kvd_tiers.pool_ops, while awaited
  * @wait: in a queue of copies, reads or for frames, or in a batch
  * @serial: number, ascending
  * @pool_id, @pfn: frame; KVD_PFN_NONE: none yet, none any more
@@ -30,6 +31,7 @@ enum op_kind { OP_FREE, OP_SPILL, OP_RESTORE, OP_WRITE };
 struct tier_op {
 	struct kvd_tiers *t;
 	struct list_node node;
+	struct list_node pool_node;
 	struct list_node wait;
 	enum op_kind kind;
 	u16 index;
@@ -76,24 +78,27 @@ struct kvd_tiers {
 	struct kvd_workers *workers;
 	struct tier_op ops[KVD_TIER_OPS];
 	struct list_node free;
-	struct list_node all;	  /* SPILL and RESTORE, oldest first */
-	struct list_node writing; /* WRITE */
-	struct list_node late;	  /* RESTORE whose reader is not awaited */
-	struct list_node reads;	  /* RESTORE that waits for its turn on the disk */
-	struct list_node frames;  /* RESTORE that waits for a free frame */
+	struct list_node all;			  /* SPILL and RESTORE, oldest first */
+	struct list_node writing;		  /* WRITE */
+	struct list_node pool_ops[KVD_POOLS_MAX]; /* @all, by pool */
+	struct list_node late;	 /* RESTORE whose reader is not awaited */
+	struct list_node reads;	 /* RESTORE that waits for its turn on the disk */
+	struct list_node frames; /* RESTORE that waits for a free frame */
 	u32 nr_frames;
+	u32 pool_frames[KVD_POOLS_MAX]; /* of these, by pool */
 	struct list_node copies[2];
 	u32 nr_copies[2];
 	struct tier_batch batches[KVD_TIER_BATCHES];
 	u32 nr_busy;
 	u32 nr_spills;
+	u32 nr_restores;
 	u32 nr_writes;
 	u64 serial;
 	bool stopped;
 	bool copier_down;
 	bool copier_stuck; /* it has jobs, and none has ended for COPIER_STUCK_NS */
 	u64 progress_ns;   /* a job ended, or the first one began */
-	bool more;	   /* something ended that others wait for */
+	bool more;	   /* something was queued, or ended that others wait for */
 	u64 writes_off_until_ns;
 	char fault[128];
 	struct tier_ident idents[KVD_TENANTS_MAX];
@@ -102,6 +107,7 @@ struct kvd_tiers {
 
 /* tier.c */
 struct tier_op *tier_op_get(struct kvd_tiers *t, enum op_kind kind);
+void tier_op_pool(struct tier_op *op, const struct kvd_pool *pool);
 void tier_op_put(struct tier_op *op);
 struct kvd_space *tier_space_of(struct kvd_tiers *t, enum kvd_tier_id tier);
 struct kvd_pool *tier_pool_of(const struct tier_op *op);

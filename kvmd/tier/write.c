@@ -120,7 +120,7 @@ static bool write_start(struct kvd_tiers *t, u32 id)
 
 void tier_writes_start(struct kvd_tiers *t)
 {
-	u32 depth = t->p.nvme_depth / 2;
+	u32 depth = KV_MAX(t->p.nvme_depth / 2, 1u);
 
 	if (t->stopped || t->core->mm.now_ns < t->writes_off_until_ns)
 		return;

@@ -7,6 +7,7 @@
  * F-fork-gpu). Loaded through KV_NVML_LIB.
  *
  *	FAKE_NVML_FAIL	"nvmlInit_v2:999": that entry returns this
+ *	FAKE_NVML_INIT_MS	time that nvmlInit_v2 takes
  *	FAKE_NVML_MPS	contexts are clients of MPS
  *	FAKE_NVML_BLIND	contexts are not listed
  *	FAKE_NVML_MIG, FAKE_NVML_PERSISTENCE, FAKE_NVML_MODE	what the device says
@@ -43,6 +44,8 @@ API kv_nv_result nvmlInit_v2(void);
 API kv_nv_result nvmlInit_v2(void)
 {
 	MAYBE_FAIL("nvmlInit_v2");
+	for (int ms = setting("FAKE_NVML_INIT_MS", 0); ms > 0; ms--)
+		usleep(1000);
 	return 0;
 }
 

@@ -12,6 +12,7 @@
 #include "base/cuda_syms.h"
 #include "base/nvml_syms.h"
 #include "kvmd/backend/cuda.h"
+#include "kvmd/backend/nvml.h"
 #include "tests/fake/fake.h"
 
 #ifdef CONFIG_CUDA
@@ -311,6 +312,27 @@ KVT_TEST(imported_extent_shows_the_bytes)
 	be->ops->extent_free(be, &h, 64 * MIB);
 	KVT_EXPECT(!memcmp((char *)(uintptr_t)va + 64 * MIB + 4096, "kvmd", 4));
 	kvd_cuda_destroy(be);
+}
+
+/* Neither cuInit nor NVML comes back from a driver that is sick: kvmd ends all the same. */
+KVT_TEST(driver_that_hangs_does_not_hold_up_the_end)
+{
+	struct kvd_backend *be;
+	struct kvd_nvml *nvml;
+
+	use_fake();
+	setenv("FAKE_CUDA_INIT_MS", "600000", 1);
+	KVT_EXPECT_EQ(make(NULL, 128 * MIB, &be), 0);
+	KVT_EXPECT_EQ(kvd_cuda_state(be), KVD_CUDA_STARTING);
+	kvd_cuda_destroy(be);
+
+	KVT_EXPECT_EQ(fake_use("KV_NVML_LIB", "libnvml.so"), 0);
+	setenv("FAKE_NVML_INIT_MS", "600000", 1);
+	KVT_EXPECT_EQ(kvd_nvml_create("GPU-10101010-1010-1010-1010-101010101010", &nvml),
+		      0);
+	KVT_EXPECT_EQ(kvd_nvml_ask(nvml), 1);
+	usleep(50000); /* it is asking */
+	kvd_nvml_destroy(nvml);
 }
 
 KVT_MAIN()

@@ -263,6 +263,43 @@ KVT_TEST(extent_stays_given_until_unmapped)
 	rig_close(&rig);
 }
 
+/* It stands still with nothing but that to do: it is killed as with jobs, and what it held is
+ * free and can come again. */
+KVT_TEST(mover_that_does_not_let_go_is_killed)
+{
+	struct kvd_mover_copy c;
+	struct result r = {0};
+	struct kvd_mover_job job = {.nr = 1, .copies = &c, .done = done, .arg = &r};
+	struct rig rig;
+	u64 id, later;
+
+	rig_open(&rig, false, NULL);
+	KVT_EXPECT_EQ(copy_run(&rig, KVD_MOVER_OUT, 0, 4, 0), 0);
+	kill(kvd_mover_pid(rig.m), SIGSTOP);
+	kvd_mover_extent_drop(rig.m, 1, 0, 7);
+	c = (struct kvd_mover_copy){&rig.extents[0], 0, 0, PAGE};
+	KVT_EXPECT_EQ(kvd_mover_submit(rig.m, &job, &id), -ESTALE);
+	later = kvd_mover_run(rig.m, kv_now_ns());
+	KVT_EXPECT(later != KVD_MOVER_NEVER);
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_READY);
+	kvd_mover_run(rig.m, later);
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_DYING);
+	wait_state(&rig, KVD_MOVER_BACKOFF);
+	KVT_EXPECT_EQ(rig.nr_put, 1);
+	rig.m->retry_ns = 0;
+	round_trip(&rig, 0);
+	/* one that answers, though late, lives */
+	kill(kvd_mover_pid(rig.m), SIGSTOP);
+	kvd_mover_extent_drop(rig.m, 1, 0, 7);
+	kill(kvd_mover_pid(rig.m), SIGCONT);
+	while (rig.nr_put < 2)
+		turn(&rig, 5);
+	KVT_EXPECT_EQ(kvd_mover_run(rig.m, kv_now_ns() + 60 * KV_NSEC_PER_SEC),
+		      KVD_MOVER_NEVER);
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_READY);
+	rig_close(&rig);
+}
+
 KVT_TEST(drop_waits_for_the_jobs_of_an_extent)
 {
 	struct kvd_mover_copy c;

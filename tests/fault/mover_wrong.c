@@ -5,6 +5,56 @@
  */
 #include "tests/fault/mover.h"
 
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+
+/* Calls of this process that fail, in place of the library's: the @at-th of one kind. */
+enum call { CALL_WATCH, CALL_EVENTFD, CALL_SOCKETPAIR, CALL_FALLOCATE, CALLS };
+
+static struct {
+	u32 at, times;
+	int error;
+} fails[CALLS];
+
+static bool fails_now(enum call c)
+{
+	if (!fails[c].times || (fails[c].at > 1 && fails[c].at--))
+		return false;
+	fails[c].times--;
+	errno = fails[c].error;
+	return true;
+}
+
+int epoll_ctl(int epfd, int op, int fd, struct epoll_event *ev)
+{
+	if (op == EPOLL_CTL_ADD && fails_now(CALL_WATCH))
+		return -1;
+	return (int)syscall(SYS_epoll_ctl, epfd, op, fd, ev);
+}
+
+int eventfd(unsigned int count, int flags)
+{
+	if (fails_now(CALL_EVENTFD))
+		return -1;
+	return (int)syscall(SYS_eventfd2, count, flags);
+}
+
+int socketpair(int domain, int type, int protocol, int fds[2])
+{
+	if (fails_now(CALL_SOCKETPAIR))
+		return -1;
+	return (int)syscall(SYS_socketpair, domain, type, protocol, fds);
+}
+
+int fallocate(int fd, int mode, off_t offset, off_t len)
+{
+	if (fails_now(CALL_FALLOCATE))
+		return -1;
+	return (int)syscall(SYS_fallocate, fd, mode, offset, len);
+}
+
 KVT_TEST(mover_that_lies_is_killed)
 {
 	struct result r;
@@ -114,6 +164,51 @@ KVT_TEST(missing_program_is_an_error_and_is_tried_again_slowly)
 	KVT_EXPECT(rig.m->backoff_ns >= 200 * KV_NSEC_PER_MSEC);
 	KVT_EXPECT_EQ(open_fds(), fds);
 	KVT_EXPECT_EQ(rig.nr_given, rig.nr_put);
+	rig_close(&rig);
+}
+
+/* Each call by which it is started fails once: the job is told, nothing is left, and the next
+ * one is served. */
+static void start_call_fails(enum call c, u32 at, int error)
+{
+	struct rig rig;
+	int fds;
+
+	rig_open(&rig, false, NULL);
+	fds = open_fds();
+	fails[c].at = at;
+	fails[c].times = 1;
+	fails[c].error = error;
+	KVT_EXPECT_EQ(copy_run(&rig, KVD_MOVER_OUT, 0, 1, 0), -error);
+	KVT_EXPECT_EQ(fails[c].times, 0);
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_BACKOFF);
+	KVT_EXPECT_EQ(kvd_mover_pid(rig.m), 0);
+	KVT_EXPECT_EQ(open_fds(), fds);
+	rig.m->retry_ns = 0;
+	round_trip(&rig, 0);
+	rig_close(&rig);
+}
+
+KVT_TEST_T(each_call_of_a_start_may_fail, 120)
+{
+	for (u32 at = 1; at <= 3; at++)
+		start_call_fails(CALL_WATCH, at, ENOSPC);
+	for (u32 at = 1; at <= 2; at++)
+		start_call_fails(CALL_EVENTFD, at, EMFILE);
+	start_call_fails(CALL_SOCKETPAIR, 1, EMFILE);
+}
+
+/* fallocate() is not started again by itself: a frozen cgroup, a debugger, ... */
+KVT_TEST(interrupted_pool_is_filled_all_the_same)
+{
+	struct rig rig;
+
+	fails[CALL_FALLOCATE].error = EINTR;
+	fails[CALL_FALLOCATE].times = 0;
+	rig_open(&rig, false, NULL);
+	fails[CALL_FALLOCATE].times = 5;
+	KVT_EXPECT_EQ(kvd_mover_pool_fill(rig.m, NULL), 0);
+	KVT_EXPECT_EQ(fails[CALL_FALLOCATE].times, 0);
 	rig_close(&rig);
 }
 
@@ -236,6 +331,32 @@ KVT_TEST(mover_of_an_earlier_kvmd_is_ended_first)
 	KVT_EXPECT_EQ(rig.proofs, 1);
 	KVT_EXPECT_EQ(kvd_mover_stats(rig.m)->starts, 0);
 	kvd_mover_ended(rig.m);
+	wait_done(&rig, &r);
+	KVT_EXPECT_EQ(r.status, 0);
+	rig_close(&rig);
+}
+
+/* Its end cannot be watched for at first: it is noticed all the same. */
+KVT_TEST(end_of_an_earlier_kvmds_mover_is_watched_for_later)
+{
+	struct result r;
+	struct rig rig;
+	pid_t pid;
+	int fd;
+
+	rig_open(&rig, false, NULL);
+	pid = fork();
+	if (!pid) {
+		pause();
+		_exit(0);
+	}
+	fd = (int)syscall(SYS_pidfd_open, pid, 0);
+	KVT_EXPECT(fd >= 0);
+	fails[CALL_WATCH].at = 1;
+	fails[CALL_WATCH].times = 3;
+	fails[CALL_WATCH].error = ENOMEM;
+	kvd_mover_adopt(rig.m, pid, fd, KVD_MOVER_LISTED);
+	submit_run(&rig, &r, KVD_MOVER_IN, 0, 4, 0);
 	wait_done(&rig, &r);
 	KVT_EXPECT_EQ(r.status, 0);
 	rig_close(&rig);

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What kvmd gives up before it opens anything: environment, root, system calls. */
+#include "base/util.h"
 #include "kvmd/harden.h"
 
 #include <linux/capability.h>
+#include <sched.h>
 #include <sys/mount.h>
 #include <sys/ptrace.h>
 #include <sys/socket.h>
@@ -140,6 +142,45 @@ KVT_TEST(root_is_given_up_for_good)
 	KVT_EXPECT_EQ(kvd_harden_user("root", &paths, error, sizeof(error)), -EPERM);
 	in_child(root_goes);
 	KVT_EXPECT_EQ(rmdir(dir), 0);
+}
+
+/* Other names of /run: it stays root's, and so does what lies there already. */
+static void run_stays(void)
+{
+	static const char *const names[] = {
+		"/run//s", "/run/./s",		 "/run/x/../s",
+		"/run/s",  "/run/x/../../run/s", "/run/../run//s"};
+	char error[256] = "";
+	struct stat st;
+
+	/* a /run of this process's own */
+	if (unshare(CLONE_NEWNS) || mount("none", "/", NULL, MS_REC | MS_PRIVATE, NULL) ||
+	    mount("tmpfs", "/run", "tmpfs", 0, "mode=0755") || mkdir("/run/x", 0755))
+		return;
+	for (u32 i = 0; i < KV_ARRAY_SIZE(names); i++) {
+		struct kvd_harden_paths paths = {.state_dir = dir,
+						 .socket_path = names[i],
+						 .admin_path = "/run/kvmd/a"};
+		int status;
+		pid_t pid = fork();
+
+		if (!pid)
+			_exit(kvd_harden_user("nobody", &paths, error, sizeof(error)) !=
+			      0);
+		KVT_EXPECT(waitpid(pid, &status, 0) == pid && !status);
+		KVT_EXPECT(!stat("/run", &st) && st.st_uid == 0);
+		KVT_EXPECT(!stat("/run/x", &st) && st.st_uid == 0);
+		KVT_EXPECT(!stat("/run/kvmd", &st) && st.st_uid != 0);
+	}
+}
+
+KVT_TEST(run_is_not_given_away_by_another_name)
+{
+	if (geteuid())
+		KVT_SKIP("only root can give up root");
+	snprintf(dir, sizeof(dir), "/tmp/kvt-harden-%d", getpid());
+	in_child(run_stays);
+	rmdir(dir);
 }
 
 KVT_MAIN()

@@ -530,15 +530,9 @@ static bool is_alive(pid_t pid)
 	return is_keeper(text); /* a zombie has no command line */
 }
 
-/* It answers too late, and is replaced: when it comes to itself it must go. Held memory that
- * no kvmd can reach would be lost to the host. */
-static void too_slow(void)
+/* Held memory that no kvmd can reach would be lost to the host. */
+static void must_end(pid_t slow)
 {
-	struct kvd_keep_key key = {.kind = KVD_KEEP_MOVER, .session = 5};
-	pid_t slow = keeper_but(0);
-
-	KVT_EXPECT(slow > 0 && !kill(slow, SIGSTOP));
-	KVT_EXPECT_EQ(kvd_kept_put(&kvd, &key, STDIN_FILENO), 0); /* of the new one */
 	KVT_EXPECT(keeper_but(slow) > 0);
 	KVT_EXPECT(!kill(slow, SIGCONT));
 	for (u32 i = 0; i < 2000 && is_alive(slow); i++)
@@ -547,7 +541,44 @@ static void too_slow(void)
 		kill(slow, SIGKILL);
 		KVT_FAIL("the keeper that was replaced lives on");
 	}
+}
+
+/* It answers too late, and is replaced: when it comes to itself it must go. */
+static void too_slow(void)
+{
+	struct kvd_keep_key key = {.kind = KVD_KEEP_MOVER, .session = 5};
+	pid_t slow = keeper_but(0);
+
+	KVT_EXPECT(slow > 0 && !kill(slow, SIGSTOP));
+	KVT_EXPECT_EQ(kvd_kept_put(&kvd, &key, STDIN_FILENO), 0); /* of the new one */
+	must_end(slow);
 	kvd_kept_del(&kvd, &key);
+}
+
+/* It takes no deletes, which nobody answers: the tick replaces it, or what they name would be
+ * held for good. */
+static void takes_no_deletes(void)
+{
+	struct kvd_keep_key key = {.kind = KVD_KEEP_MOVER, .session = 5};
+	pid_t slow = keeper_but(0);
+	u32 before = kvd.kept.restarts;
+
+	KVT_EXPECT(slow > 0 && !kill(slow, SIGSTOP));
+	for (u32 i = 0; i < 1000; i++)
+		kvd_kept_del(&kvd, &key);
+	kvd_kept_tick(&kvd);
+	KVT_EXPECT_EQ(kvd.kept.restarts, before + 1);
+	must_end(slow);
+}
+
+KVT_TEST(a_keeper_that_takes_no_deletes_is_replaced)
+{
+	dir_make();
+	history();
+	in_kvmd(takes_no_deletes);
+	KVT_EXPECT_EQ(pages_now(), 4);
+	close(client);
+	end();
 }
 
 KVT_TEST(a_keeper_that_was_too_slow_ends)

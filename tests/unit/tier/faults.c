@@ -232,6 +232,30 @@ KVT_TEST(full_disk_stops_writes_only)
 	world_close();
 }
 
+/* The journal's disk is full: the loop comes to rest, and asks again with its tick. */
+KVT_TEST(journal_that_fails_does_not_keep_the_loop_busy)
+{
+	const struct kvd_journal_stats *js;
+
+	world_open(true, 0);
+	js = kvd_journal_stats(kvd_tier_store(w.tiers)->journal);
+	arm(KVD_FAULT_tier_journal, 0, 0);
+	cache(1, 8);
+	evict(w.a, 8);
+	settle();
+	KVT_EXPECT_EQ(stats()->writes, 8);
+	KVT_EXPECT_EQ(js->errors, 1);
+	kvd_tier_tick(w.tiers);
+	settle();
+	KVT_EXPECT_EQ(js->errors, 2);
+	kvd_fault_arm(KVD_FAULT_tier_journal, NULL);
+	kvd_tier_tick(w.tiers);
+	settle();
+	KVT_EXPECT_EQ(js->errors, 2);
+	KVT_EXPECT(js->written > 8 && !js->lost);
+	world_close();
+}
+
 KVT_TEST(late_read_is_not_waited_for)
 {
 	u32 coming;
@@ -241,10 +265,10 @@ KVT_TEST(late_read_is_not_waited_for)
 	arm(KVD_FAULT_tier_read_late, 0, 2);
 	look(w.s, w.a, 1, 2, &coming);
 	KVT_EXPECT_EQ(coming, 2);
-	KVT_EXPECT(kvd_tier_oldest(w.tiers) <= kvd_tier_serial(w.tiers));
+	KVT_EXPECT(kvd_tier_oldest(w.tiers, w.a->pool) <= kvd_tier_serial(w.tiers));
 	kvd_tier_tick(w.tiers);
 	KVT_EXPECT_EQ(stats()->read_late, 2);
-	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers), KVD_TIER_NONE);
+	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers, w.a->pool), KVD_TIER_NONE);
 	settle();
 	/* They were right after all, and are in DRAM for the next one. */
 	KVT_EXPECT_EQ(stats()->restores, 0);
@@ -304,6 +328,38 @@ KVT_TEST(stuck_copier_does_not_hold_up_allocations)
 	settle();
 	for (u32 i = 0; i < 40; i++)
 		rig_free1(w.s, w.a, g[i]);
+	world_close();
+}
+
+/* Nor does it get more frames: what is asked for meanwhile is a miss, what it has is awaited. */
+KVT_TEST(stuck_copier_gets_no_more_frames)
+{
+	struct kvd_pool *pool;
+	u32 coming;
+
+	world_open(true, 0);
+	pool = w.a->pool;
+	cache(1, 4);
+	cache(2, 4);
+	evict(w.a, 8);
+	w.hold[KVD_TIER_IN] = true;
+	look(w.s, w.a, 1, 4, &coming);
+	KVT_EXPECT_EQ(coming, 4);
+	settle();
+	KVT_EXPECT_EQ(pool->nr[KVD_RESTORING], 4);
+	w.rig.now += 300000000ull;
+	rig_run(&w.rig);
+	kvd_tier_turn(w.tiers);
+	look(w.s, w.a, 2, 4, &coming);
+	KVT_EXPECT_EQ(coming, 0);
+	look(w.s, w.a, 1, 4, &coming);
+	KVT_EXPECT_EQ(coming, 4);
+	settle();
+	KVT_EXPECT_EQ(pool->nr[KVD_RESTORING], 4);
+	w.hold[KVD_TIER_IN] = false;
+	settle();
+	KVT_EXPECT_EQ(look(w.s, w.a, 1, 4, NULL), 4);
+	KVT_EXPECT_EQ(fetch(2, 4), 4);
 	world_close();
 }
 

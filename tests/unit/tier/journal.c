@@ -3,6 +3,8 @@
 #include "kvmd/tier/journal.h"
 
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "kvmd/dbg/fault.h"
 #include "tests/unit/tier/common.h"
@@ -17,6 +19,15 @@ struct model {
 };
 
 static struct kvd_workers *workers;
+static int fsync_error; /* in place of the library's fsync() */
+
+int fsync(int fd)
+{
+	if (!fsync_error)
+		return (int)syscall(SYS_fsync, fd);
+	errno = fsync_error;
+	return -1;
+}
 
 static void model_apply(struct model *m, const struct kvd_journal_record *rec)
 {
@@ -287,6 +298,7 @@ KVT_TEST(failed_batch_is_written_again)
 			kvd_fault_arm(KVD_FAULT_tier_journal, &twice);
 		kvd_journal_add(j, &rec);
 		model_apply(&want, &rec);
+		kvd_journal_tick(j);
 		kvd_journal_flush(j);
 		while (kvd_workers_pending(workers))
 			kvd_workers_reap(workers);
@@ -297,6 +309,130 @@ KVT_TEST(failed_batch_is_written_again)
 	j = journal_open(&m, &found, 1);
 	KVT_EXPECT(found.clean && found.records == 32);
 	expect_model(&m, &want, 0);
+	kvd_journal_close(j, false);
+}
+
+/* The daemon's loop: it flushes in every turn, and the end of a batch makes a turn. */
+static void turns(struct kvd_journal *j, u32 nr)
+{
+	for (u32 i = 0; i < nr; i++) {
+		kvd_journal_flush(j);
+		while (kvd_workers_pending(workers))
+			kvd_workers_reap(workers);
+	}
+}
+
+/* A full disk fails at once: it is asked once a second, not as fast as the loop goes. */
+KVT_TEST(full_disk_is_asked_once_a_tick)
+{
+	static const struct kvd_fault_spec always = {.probability = 1000000};
+	struct kvd_journal_record rec = change(0);
+	struct kvd_journal_found found;
+	struct model m, want;
+	struct kvd_journal *j = journal_open(&m, &found, 1);
+
+	memset(&want, 0, sizeof(want));
+	settle(j);
+	kvd_fault_arm(KVD_FAULT_tier_journal, &always);
+	kvd_journal_add(j, &rec);
+	model_apply(&want, &rec);
+	for (u64 tick = 1; tick <= 4; tick++) {
+		turns(j, 50);
+		KVT_EXPECT_EQ(kvd_journal_stats(j)->errors, tick);
+		rec = change(tick);
+		kvd_journal_add(j, &rec);
+		model_apply(&want, &rec);
+		kvd_journal_tick(j);
+	}
+	kvd_fault_arm(KVD_FAULT_tier_journal, NULL);
+	turns(j, 3);
+	KVT_EXPECT_EQ(kvd_journal_stats(j)->lost, 0);
+	kvd_journal_close(j, true);
+	j = journal_open(&m, &found, 1);
+	KVT_EXPECT(found.clean);
+	expect_model(&m, &want, 0);
+	kvd_journal_close(j, false);
+}
+
+static struct kvd_journal *journal_for_compaction(struct model *all, u64 *ret_n)
+{
+	static struct model m;
+	struct kvd_journal_found found;
+	struct kvd_journal *j = journal_open(&m, &found, 1);
+	u64 n = 0;
+
+	memset(all, 0, sizeof(*all));
+	while (!kvd_journal_wants(j, SLOTS)) {
+		struct kvd_journal_record rec = change(n++);
+
+		kvd_journal_add(j, &rec);
+		model_apply(all, &rec);
+		if (n % 500 == 0)
+			settle(j);
+	}
+	settle(j);
+	*ret_n = n;
+	return j;
+}
+
+/* So is a compaction that cannot begin, or not end: the whole of it would be written again. */
+KVT_TEST(failed_compaction_is_begun_again_at_a_tick)
+{
+	static struct model all, none;
+	u64 n;
+	struct kvd_journal *j = journal_for_compaction(&all, &n);
+
+	KVT_EXPECT(!mkdir(scratch("journal.new"), 0700));
+	KVT_EXPECT_EQ(kvd_journal_compact(j), -EISDIR);
+	KVT_EXPECT(!kvd_journal_wants(j, SLOTS));
+	KVT_EXPECT_EQ(kvd_journal_stats(j)->errors, 1);
+	KVT_EXPECT(!rmdir(scratch("journal.new")));
+	kvd_journal_tick(j);
+	KVT_EXPECT(kvd_journal_wants(j, SLOTS));
+
+	KVT_EXPECT_EQ(kvd_journal_compact(j), 0);
+	compact_all(j, &none, &n, &all);
+	settle(j);
+	KVT_EXPECT(!unlink(scratch("journal")) && !mkdir(scratch("journal"), 0700));
+	kvd_journal_compacted(j);
+	settle(j);
+	KVT_EXPECT_EQ(kvd_journal_stats(j)->compactions, 0);
+	KVT_EXPECT_EQ(kvd_journal_stats(j)->errors, 2);
+	KVT_EXPECT(!kvd_journal_compacting(j) && !kvd_journal_wants(j, SLOTS));
+	KVT_EXPECT(!rmdir(scratch("journal")));
+	kvd_journal_tick(j);
+	KVT_EXPECT(kvd_journal_wants(j, SLOTS));
+	kvd_journal_close(j, true);
+}
+
+/* The new file has the name, whatever the directory says of its own safety: what comes
+ * after goes there, not into a file without a name. */
+KVT_TEST(changes_go_to_the_file_that_has_the_name)
+{
+	static struct model all, m;
+	struct kvd_journal_found found;
+	struct kvd_journal_record rec;
+	u64 n;
+	struct kvd_journal *j = journal_for_compaction(&all, &n);
+
+	KVT_EXPECT_EQ(kvd_journal_compact(j), 0);
+	compact_all(j, &m, &n, &all);
+	settle(j);
+	fsync_error = EIO;
+	kvd_journal_compacted(j);
+	settle(j);
+	fsync_error = 0;
+	KVT_EXPECT_EQ(kvd_journal_stats(j)->errors, 1);
+	KVT_EXPECT_EQ(kvd_journal_stats(j)->last_error, -EIO);
+	for (u32 i = 0; i < 20; i++) {
+		rec = change(n++);
+		kvd_journal_add(j, &rec);
+		model_apply(&all, &rec);
+	}
+	kvd_journal_close(j, true);
+	j = journal_open(&m, &found, 1);
+	KVT_EXPECT(found.clean);
+	expect_model(&m, &all, 0);
 	kvd_journal_close(j, false);
 }
 

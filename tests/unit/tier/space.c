@@ -189,6 +189,37 @@ KVT_TEST(budgets_are_kept)
 	kvd_space_fini(&sp);
 }
 
+/* Who has to give first cannot, because all of its slots are being written below: the next one
+ * does, and a tenant at its max gives of another size. */
+KVT_TEST(slots_that_are_written_are_not_all_there_is)
+{
+	struct kvd_space sp;
+
+	space_make(&sp, 2 << 20, 3);
+	sp.acct[0].high_bytes = 0; /* above it */
+	for (u32 i = 0; i < 2; i++)
+		kvd_space_hold(&sp, fill(&sp, i, 0, 20480));
+	for (u32 i = 0; i < 100; i++)
+		KVT_EXPECT(fill(&sp, 100 + i, 1, 20480) != KVD_SLOT_NONE);
+	for (u32 i = 0; i < 20; i++)
+		KVT_EXPECT(fill(&sp, 500 + i, 1, 20480) != KVD_SLOT_NONE);
+	KVT_EXPECT(fill(&sp, 600, 2, 20480) != KVD_SLOT_NONE);
+	KVT_EXPECT(there(&sp, 0) && there(&sp, 1));
+	KVT_EXPECT(!kvd_space_check(&sp));
+	kvd_space_fini(&sp);
+
+	space_make(&sp, 4 << 20, 1);
+	for (u32 i = 0; i < 3; i++)
+		fill(&sp, i, 0, 8192);
+	kvd_space_hold(&sp, fill(&sp, 10, 0, 20480));
+	sp.acct[0].max_bytes = sp.acct[0].used_bytes;
+	KVT_EXPECT(fill(&sp, 11, 0, 20480) != KVD_SLOT_NONE);
+	KVT_EXPECT(there(&sp, 10) && !there(&sp, 0));
+	KVT_EXPECT(sp.acct[0].used_bytes <= sp.acct[0].max_bytes);
+	KVT_EXPECT(!kvd_space_check(&sp));
+	kvd_space_fini(&sp);
+}
+
 KVT_TEST(another_size_takes_a_whole_segment)
 {
 	struct kvd_space sp;

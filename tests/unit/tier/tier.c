@@ -42,6 +42,18 @@ KVT_TEST(pages_come_back_from_nvme)
 	world_close();
 }
 
+/* A disk that is given one transfer at a time (tiers.nvme.depth 1) is written, too. */
+KVT_TEST(disk_of_depth_one_is_written_and_read)
+{
+	nvme_depth = 1;
+	world_open(true, 0);
+	to_nvme_only(1, 8);
+	KVT_EXPECT(stats()->writes >= 8);
+	KVT_EXPECT_EQ(fetch(1, 8), 8);
+	KVT_EXPECT_EQ(stats()->restores_nvme, 8);
+	world_close();
+}
+
 /* The NVMe tier is there after a restart, in a fresh core with other pfns and tags (O46: the
  * scales are in the page and under its digest). */
 KVT_TEST(o46_pages_survive_a_restart_on_nvme)
@@ -233,11 +245,11 @@ KVT_TEST(pool_in_use_lets_restores_go)
 		g[nr] = rig_alloc1(w.s2, w.a2);
 	KVT_EXPECT_EQ(look(w.s, w.a, 1, 4, NULL), 0);
 	settle();
-	KVT_EXPECT(kvd_tier_oldest(w.tiers) != KVD_TIER_NONE);
+	KVT_EXPECT(kvd_tier_oldest(w.tiers, w.a->pool) != KVD_TIER_NONE);
 	w.rig.now += 2000000000ull;
 	rig_run(&w.rig);
 	kvd_tier_tick(w.tiers);
-	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers), KVD_TIER_NONE);
+	KVT_EXPECT_EQ(kvd_tier_oldest(w.tiers, w.a->pool), KVD_TIER_NONE);
 	KVT_EXPECT_EQ(stats()->restores_no_room, 4);
 	for (u32 i = 0; i < nr; i++)
 		rig_free1(w.s2, w.a2, g[i]);
@@ -442,6 +454,55 @@ KVT_TEST(o38_reset_reaches_the_tiers)
 	world_close();
 	world_open(true, 0); /* and after a restart */
 	KVT_EXPECT_EQ(kvd_tier_store(w.tiers)->adopted, 0);
+	world_close();
+}
+
+static bool drop_first_page(u64 seq)
+{
+	u8 key[KV_KEY_BYTES];
+	struct kvd_slot_name name = {key, w.a->pool->fingerprint, w.a->pool->domain_id};
+	u32 tokens[KV_PAGE_TOKENS];
+
+	rig_tokens(seq, 0, tokens);
+	kvd_prefix_pool_key(w.a->pool, w.a->pool->root_key, tokens, key);
+	return kvd_tier_drop_page(w.tiers, &name);
+}
+
+/* So is forgetting one page: out to DRAM, back from there, and from the disk; the one beside it
+ * is not touched. */
+KVT_TEST(o38_forgotten_page_is_not_stored_or_found_either)
+{
+	world_open(true, 0);
+	cache(1, 1);
+	cache(2, 1);
+	w.hold[KVD_TIER_OUT] = true;
+	KVT_EXPECT_EQ(kvd_reclaim_pool(w.a->pool, KVD_TENANTS_MAX, 2, false), 2);
+	settle();
+	KVT_EXPECT(drop_first_page(1));
+	w.hold[KVD_TIER_OUT] = false;
+	settle();
+	KVT_EXPECT(!drop_first_page(1));
+	KVT_EXPECT_EQ(fetch(1, 1), 0);
+	KVT_EXPECT_EQ(fetch(2, 1), 1);
+
+	cache(3, 1);
+	evict(w.a, 2);
+	w.hold[KVD_TIER_IN] = true;
+	look(w.s, w.a, 2, 1, NULL);
+	look(w.s, w.a, 3, 1, NULL);
+	settle();
+	KVT_EXPECT_EQ(w.a->pool->nr[KVD_RESTORING], 2);
+	KVT_EXPECT(drop_first_page(2));
+	w.hold[KVD_TIER_IN] = false;
+	settle();
+	KVT_EXPECT_EQ(fetch(2, 1), 0);
+	KVT_EXPECT_EQ(look(w.s, w.a, 3, 1, NULL), 1);
+
+	to_nvme_only(4, 1);
+	look(w.s, w.a, 4, 1, NULL); /* the disk has its buffer */
+	KVT_EXPECT(drop_first_page(4));
+	settle();
+	KVT_EXPECT_EQ(fetch(4, 1), 0);
 	world_close();
 }
 

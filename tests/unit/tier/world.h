@@ -23,8 +23,10 @@
 #include "tests/unit/own/common.h"
 #include "tests/unit/tier/common.h"
 
-#define PAGE	   RIG_STRIDE
+#define PAGE RIG_STRIDE
+#ifndef DRAM_BYTES
 #define DRAM_BYTES (4ull << 20) /* 52 pages */
+#endif
 #define NVME_BYTES (16ull << 20)
 #define NR_PAGES   64u
 #define JOBS	   64u
@@ -58,6 +60,7 @@ struct world {
 };
 
 static struct world w;
+static u32 nvme_depth = 32; /* of the next world */
 
 static inline u8 *frame(const struct kvd_pool *pool, u32 pfn)
 {
@@ -158,7 +161,7 @@ static inline void tiers_open(bool nvme, u32 write_from)
 		.dram_bytes = DRAM_BYTES,
 		.nvme_path = nvme ? scratch("nvme") : NULL,
 		.nvme_bytes = NVME_BYTES,
-		.nvme_depth = 32,
+		.nvme_depth = nvme_depth,
 		.write_from = write_from,
 		.read_deadline_ns = 1000000000ull,
 		.host_mark = {9},
