@@ -234,6 +234,15 @@ $(O)/$(1)/%: $(O)/obj/$(1)/%.o $(tlib-$(1)) $(patsubst %.c,$(O)/obj/%.o,$(wildca
 endef
 $(foreach d,$(TEST_DIRS),$(eval $(call test_rule,$(d))))
 
+# What these tests put between an engine and its library
+$(O)/tests/e2e/away: tsys-tests/e2e += $(addprefix -Wl$(,)--wrap=,kvc_step_begin kvc_alloc kvc_seal kvc_lookup kvc_flush \
+	kvc_pool_attach_locked pthread_mutex_trylock)
+
+$(O)/tests/unit/model/table: tsys-tests/unit/model += $(addprefix -Wl$(,)--wrap=,kvc_alloc kvc_free kvc_lookup kvc_fork)
+$(O)/tests/unit/model/job: tsys-tests/unit/model += $(addprefix -Wl$(,)--wrap=,eng_request_submit \
+	eng_request_result eng_request_free eng_request_abort eng_request_stop kvc_prefetch kvc_info realloc \
+	clock_gettime)
+
 # The tiers' tests stand on the core's made-up surroundings
 $(filter $(O)/tests/unit/tier/%,$(TEST_BINS)): $(O)/obj/tests/unit/own/common.o
 
