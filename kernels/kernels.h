@@ -227,10 +227,12 @@ struct kvk_experts {
 
 /**
  * struct kvk_moe_args - routed experts: y[t] = sum_k weight * W2(silu(W1 x) * W3 x)
- * @x: [nr_tokens][hidden]
- * @y: [nr_tokens][hidden]
+ * @x: [nr_tokens][hidden] of act_dtype
+ * @y: [nr_tokens][hidden] of act_dtype, at a 16-byte boundary
  * @ids, @weights: of moe_route
  * @accumulate: y += instead of y =
+ * @y_f32: y is f32 whatever act_dtype is: what a shared expert's linear adds (its @add), so that a
+ *	layer's output is rounded once
  * @workspace: kvk_moe_workspace() bytes
  *
  * moe_fp8 quantises x and the inner activation to e4m3 per token per 128 values (scale =
@@ -246,9 +248,15 @@ struct kvk_moe_args {
 	uint32_t top_k;
 	uint32_t act_dtype;
 	bool accumulate;
+	bool y_f32;
 	void *workspace;
 	size_t workspace_bytes;
 };
+
+static inline uint32_t kvk_moe_y_dtype(const struct kvk_moe_args *a)
+{
+	return a->y_f32 ? (uint32_t)KVK_F32 : a->act_dtype;
+}
 
 /* --------------------------------------------------------------------- linear, norm, rope */
 
@@ -270,12 +278,13 @@ struct kvk_weight {
 };
 
 /**
- * struct kvk_linear_args - y[nr_tokens][rows] = x[nr_tokens][cols] W^T + bias
+ * struct kvk_linear_args - y[nr_tokens][rows] = x[nr_tokens][cols] W^T + bias + add
  * @bias: [rows] in bias_dtype F32, or NULL
  * @x_stride, @y_stride: elements between tokens; 0 = dense
  * @x_batch, @y_batch: elements between a token's vectors of a batch; 0 = cols, rows
  * @x_dtype, @y_dtype: KVK_F32 or KVK_BF16
- * @accumulate: y +=
+ * @add: NULL, or f32 with the strides of y, also where y is BF16: added before y is rounded. May be
+ *	y itself where that is F32
  * @nr_batch: 1, or a batch of matrices: W is [nr_batch][rows][cols], x
  *	[nr_tokens][nr_batch][cols], y [nr_tokens][nr_batch][rows] (MLA absorption, per head)
  *
@@ -295,7 +304,7 @@ struct kvk_linear_args {
 	uint32_t nr_batch;
 	uint32_t x_batch;
 	uint32_t y_batch;
-	bool accumulate;
+	const float *add;
 };
 
 static inline uint64_t kvk_linear_x_batch(const struct kvk_linear_args *a)

@@ -59,17 +59,12 @@ __device__ __forceinline__ void linear_put(const struct linear_rows &l, uint32_t
 
 	if (l.a.bias)
 		v += l.a.bias[row];
-	if (l.a.y_dtype == KVK_F32) {
-		float *y = (float *)l.a.y + at;
-
-		*y = l.a.accumulate ? *y + v : v;
-	} else {
-		uint16_t *y = (uint16_t *)l.a.y + at;
-
-		if (l.a.accumulate)
-			v += kvk_bf16_to_f32(*y);
-		*y = kvk_f32_to_bf16(v);
-	}
+	if (l.a.add)
+		v += l.a.add[at];
+	if (l.a.y_dtype == KVK_F32)
+		((float *)l.a.y)[at] = v;
+	else
+		((uint16_t *)l.a.y)[at] = kvk_f32_to_bf16(v);
 }
 
 /* grid: (row blocks, token tiles, batch) */

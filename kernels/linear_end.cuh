@@ -20,7 +20,7 @@
 #define END_STEP   8u  /* tokens that a tile's threads store at once */
 #define END_EIGHTS 28u /* clusters of eight that run at once, two CTAs on an SM */
 
-/* y in whole, aligned groups of four, or as it comes */
+/* y, and what is added, in whole, aligned groups of four, or as they come */
 #define END_ANY	   0u
 #define END_BF16   1u
 #define END_F32	   2u
@@ -82,31 +82,19 @@ KVK_DEV void end_chain(const struct end_params &p, u32 kb, float (&acc)[M],
 
 /* ----------------------------------------------------------------------------- adding up */
 
-/* Four rows of y, from @at on; of END_ANY those from @nr on are not there. BF16: two words. */
-template <u32 KIND>
-KVK_DEV void end_get4(const void *y, u32 dtype, u64 at, u32 nr, u32 (&v)[4])
+/* Four rows of what is added, from @at on; of END_ANY those from @nr on are not there. */
+template <u32 KIND> KVK_DEV void end_get4(const float *add, u64 at, u32 nr, float (&v)[4])
 {
-	if (KIND == END_F32) {
-		const uint4 f = *(const uint4 *)((const float *)y + at);
+	if (KIND != END_ANY) {
+		const float4 f = *(const float4 *)(add + at);
 
 		v[0] = f.x, v[1] = f.y, v[2] = f.z, v[3] = f.w;
-	} else if (KIND == END_BF16) {
-		const uint2 f = *(const uint2 *)((const u16 *)y + at);
-
-		v[0] = f.x, v[1] = f.y;
 	} else {
 #pragma unroll
 		for (u32 i = 0; i < 4; i++)
 			if (i < nr)
-				v[i] = __float_as_uint(dev_act_get(dtype, y, at + i));
+				v[i] = add[at + i];
 	}
-}
-
-template <u32 KIND> KVK_DEV float end_float(const u32 (&v)[4], u32 i)
-{
-	if (KIND == END_BF16)
-		return __uint_as_float(i % 2 ? v[i / 2] & 0xffff0000u : v[i / 2] << 16);
-	return __uint_as_float(v[i]);
 }
 
 template <u32 KIND>
@@ -157,9 +145,9 @@ KVK_DEV float4 end_sum(const struct end_params &p, const float4 *part, u32 bytes
 }
 
 /*
- * The sums to shared memory, then y: this CTA's share of the tokens. What was in y comes before
+ * The sums to shared memory, then y: this CTA's share of the tokens. What is added comes before
  * the barrier, all of it at once: a load behind each store took 6 us. No sum is -0, so nothing
- * changes by adding a bias or a y that are not there.
+ * changes by adding a bias or an @add that are not there.
  * @part: [parts][N][ROWS + 4], so that no bank is met twice; @lane_row: the tile's row of [0]
  */
 template <u32 ROWS, u32 N, u32 KIND>
@@ -175,16 +163,15 @@ KVK_DEV void end_store(const struct end_params &p, float *part, u32 tile, u32 ch
 	const u32 end = nr && first < N ? min(left, first + share) : 0;
 	const u64 base = blockIdx.z * N * p.y_stride + blockIdx.y * p.y_batch + row;
 	const u32 dtype = p.a.y_dtype;
-	u32 old[most][4] = {};
-	float bias[4] = {};
+	float add[most][4] = {}, bias[4] = {};
 
 #pragma unroll
 	for (u32 k = 0; k < most; k++) {
 		const u32 tok = first + t / lanes + k * END_STEP;
 
-		if (!p.a.accumulate || tok >= end)
+		if (!p.a.add || tok >= end)
 			break;
-		end_get4<KIND>(p.a.y, dtype, base + tok * p.y_stride, nr, old[k]);
+		end_get4<KIND>(p.a.add, base + tok * p.y_stride, nr, add[k]);
 	}
 #pragma unroll
 	for (u32 i = 0; i < 4; i++)
@@ -214,7 +201,7 @@ KVK_DEV void end_store(const struct end_params &p, float *part, u32 tile, u32 ch
 
 #pragma unroll
 		for (u32 i = 0; i < 4; i++)
-			v[i] = v[i] + bias[i] + end_float<KIND>(old[k], i);
+			v[i] = v[i] + bias[i] + add[k][i];
 		end_put4<KIND>(p.a.y, dtype, base + tok * p.y_stride, nr, v);
 	}
 }
@@ -244,7 +231,7 @@ static inline struct end_params end_make(const struct kvk_linear_args *a)
 	p.y_batch = kvk_linear_y_batch(a);
 	p.y_stride = kvk_linear_y_stride(a);
 	if (a->w.rows % 4 == 0 && p.y_stride % 4 == 0 && p.y_batch % 4 == 0 &&
-	    dev_aligned(a->y, vec_bytes))
+	    dev_aligned(a->y, vec_bytes) && dev_aligned(a->add, 16))
 		p.kind = a->y_dtype == KVK_F32 ? END_F32 : END_BF16;
 	p.nr_blocks = (a->w.cols + 127) / 128;
 	p.ctas = p.parts = 1;

@@ -152,8 +152,8 @@ KVK_DEV void few_put(const struct few_params &p, u32 batch, u32 tok, u32 row, fl
 		return;
 	if (a.bias)
 		v += a.bias[row];
-	if (a.accumulate)
-		v += dev_act_get(a.y_dtype, a.y, at);
+	if (a.add)
+		v += a.add[at];
 	if (a.y_dtype == KVK_F32)
 		((float *)a.y)[at] = v;
 	else

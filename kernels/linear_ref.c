@@ -55,17 +55,15 @@ static void y_store(const struct kvk_linear_args *a, u32 b, u32 t, u32 row,
 {
 	size_t at = t * kvk_linear_y_stride(a) + b * kvk_linear_y_batch(a) + row;
 	u32 n = KV_MIN(a->w.rows - row, KVK_TILE_ROWS);
-	float v[KVK_TILE_ROWS], old[KVK_TILE_ROWS];
+	float v[KVK_TILE_ROWS];
 
 	memcpy(v, dots, sizeof(v));
 	if (a->bias)
 		for (u32 i = 0; i < n; i++)
 			v[i] += a->bias[row + i];
-	if (a->accumulate) {
-		kvk_act_load(a->y_dtype, a->y, at, old, n);
+	if (a->add)
 		for (u32 i = 0; i < n; i++)
-			v[i] += old[i];
-	}
+			v[i] += a->add[at + i];
 	kvk_act_store(a->y_dtype, v, a->y, at, n);
 }
 

@@ -243,8 +243,8 @@ KVK_DEV void tile_put(const struct tiled_params &p, u32 t, u32 row, float v)
 		return;
 	if (a.bias)
 		v += a.bias[row];
-	if (a.accumulate)
-		v += dev_act_get(a.y_dtype, a.y, at);
+	if (a.add)
+		v += a.add[at];
 	if (a.y_dtype == KVK_F32)
 		((float *)a.y)[at] = v;
 	else

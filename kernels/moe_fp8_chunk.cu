@@ -121,8 +121,6 @@ __global__ void __launch_bounds__(256)
 	ptx_grid_wait();
 	if (col >= a.hidden)
 		return;
-	uint4 *y = (uint4 *)(a.y + tok * a.hidden + col);
-
 #pragma unroll 8
 	for (uint32_t j = 0; j < a.top_k; j++) {
 		const uint64_t slot = tok * a.top_k + j;
@@ -132,10 +130,7 @@ __global__ void __launch_bounds__(256)
 
 		chunk_add(s, w, __ldcg((const uint4 *)(a.out + slot * a.hidden + col)));
 	}
-	if (a.accumulate)
-		chunk_add(s, 1.0f, *y);
-	*y = make_uint4(ptx_bf16x2(s[0], s[1]), ptx_bf16x2(s[2], s[3]),
-			ptx_bf16x2(s[4], s[5]), ptx_bf16x2(s[6], s[7]));
+	moe_y_put(a.y, tok * a.hidden + col, s);
 }
 
 static int chunk_product(const struct moe_chunk *a, const struct kvk_experts *e,

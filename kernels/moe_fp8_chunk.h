@@ -7,13 +7,14 @@
 
 #include <vector_types.h>
 #include "kernels.h"
+#include "moe_y.cuh"
 
 #define MOE_CHUNK_TOKENS 128u /* of a tile */
 
 /* struct moe_chunk - argument block; all pointers are device memory */
 struct moe_chunk {
-	const uint16_t *x;	  /* [nr_tokens][hidden] bf16 */
-	uint16_t *y;		  /* [nr_tokens][hidden] bf16 */
+	const uint16_t *x; /* [nr_tokens][hidden] bf16 */
+	struct moe_y y;
 	const uint32_t *ids;	  /* [nr_slots] */
 	const float *weights;	  /* [nr_slots] */
 	const uint32_t *nr_tiles; /* the plan (moe_plan.cuh) */
@@ -33,7 +34,6 @@ struct moe_chunk {
 	uint32_t nr_experts;
 	uint32_t nr_slots;
 	uint32_t tiles_max;
-	uint32_t accumulate;
 };
 
 /* What follows the plan, for a shape that moe_fp8_wide_ok() takes. 0 or -EIO. */

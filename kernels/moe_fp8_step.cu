@@ -86,7 +86,7 @@ int moe_fp8_step_launch(const struct kvk_moe_args *a, void *stream)
 	k.s13 = (const float *)e->s13;
 	k.s2 = (const float *)e->s2;
 	k.x = (const uint16_t *)a->x;
-	k.y = (uint16_t *)a->y;
+	k.y = moe_y_make(a);
 	k.ids = a->ids;
 	k.weights = a->weights;
 	k.state = (uint32_t *)state + 4 * owner;
@@ -99,7 +99,6 @@ int moe_fp8_step_launch(const struct kvk_moe_args *a, void *stream)
 	k.by_columns = 65535 / (e->inter / 128) + 1;
 	k.by_tiles = 0xffffffffu / (e->inter / 16) + 1;
 	k.by_tokens = a->nr_tokens > 1 ? 0xffffffffu / a->nr_tokens + 1 : 0;
-	k.accumulate = a->accumulate;
 	k.any_tag = KV_MUTANT(moe_fp8_step_any_tag);
 	return moe_start(f8s_kernel, dim3(moe_sms()), F8S_THREADS, F8S_DYNAMIC, &k,
 			 stream);

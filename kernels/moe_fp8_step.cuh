@@ -33,6 +33,7 @@
 #include "moe_fp8_step.h"
 #include "moe_loads.h"
 #include "moe_step_ptx.cuh"
+#include "moe_y.cuh"
 #include "wgmma.cuh"
 
 #define F8S_WARPS      16u  /* consumers */
@@ -61,8 +62,8 @@ struct f8s_args {
 	 * of 32 rows and w2_blocks */
 	CUtensorMap w13, w2;
 	const float *s13, *s2;
-	const uint16_t *x;    /* [nr_tokens][hidden] bf16 */
-	uint16_t *y;	      /* [nr_tokens][hidden] bf16 */
+	const uint16_t *x; /* [nr_tokens][hidden] bf16 */
+	struct moe_y y;
 	const uint32_t *ids;  /* [nr_slots] */
 	const float *weights; /* [nr_slots] */
 	uint32_t *state;      /* units claimed, CTAs that are through, calls so far */
@@ -77,7 +78,6 @@ struct f8s_args {
 	uint32_t by_columns; /* 65536 / (inter / 128), rounded up */
 	uint32_t by_tiles; /* 2^32 / (inter / 16) and / nr_tokens, rounded up; 0: of 1 */
 	uint32_t by_tokens;
-	uint32_t accumulate;
 	uint32_t any_tag; /* mutant: take what is there */
 };
 

@@ -354,22 +354,16 @@ __device__ __forceinline__ void f8s_second_end(const struct f8s_args &a,
 					       const struct f8s_unit &u, uint32_t r)
 {
 	const uint32_t lane = threadIdx.x % 32, nr = min(u.nr, F8S_WARPS);
-	uint32_t *y =
-		(uint32_t *)(a.y + (uint64_t)u.tile * a.hidden + (u.row + r) * 32 + lane);
-	float s = 0, hi;
+	float two[2] = {};
 
 	sums += lane;
 #pragma unroll 8
 	for (uint32_t w = r; w < nr; w += 1u << a.log_rows)
-		s += sums[w * F8S_WARP_SUMS];
-	hi = __shfl_down_sync(~0u, s, 1);
-	if (lane % 2)
-		return;
-	if (a.accumulate) {
-		s += __uint_as_float(*y << 16);
-		hi += __uint_as_float(*y & 0xffff0000u);
-	}
-	*y = ptx_bf16x2(s, hi);
+		two[0] += sums[w * F8S_WARP_SUMS];
+	two[1] = __shfl_down_sync(~0u, two[0], 1);
+	if (lane % 2 == 0)
+		moe_y_put(a.y, (uint64_t)u.tile * a.hidden + (u.row + r) * 32 + lane,
+			  two);
 }
 
 __device__ __forceinline__ void f8s_use(const struct f8s_args &a, struct f8s_shared &sh,

@@ -195,7 +195,7 @@ static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layou
 	k.w2.rblocks = l->rblocks2;
 	k.w2.rsub = v->rsub;
 	k.x = (const uint16_t *)a->x;
-	k.y = (uint16_t *)a->y;
+	k.y = moe_y_make(a);
 	k.ids = a->ids;
 	k.weights = a->weights;
 	k.nr_tiles = (uint32_t *)ws + 2;
@@ -222,7 +222,6 @@ static struct moe_i4 i4_args(const struct kvk_moe_args *a, const struct i4_layou
 	if (v->rsub > 1 && a->nr_tokens * a->top_k >= EARLY_SLOTS)
 		k.early = l->rblocks2 - (l->rblocks2 + 3) / 4;
 	k.scale_f16 = a->experts.scale_dtype == KVK_F16;
-	k.accumulate = a->accumulate;
 	return k;
 }
 
@@ -238,7 +237,7 @@ static int step_run(const struct kvk_moe_args *a, uint32_t loads_only, kvk_strea
 	k.w13 = mat_make(&a->experts, 0);
 	k.w2 = mat_make(&a->experts, 1);
 	k.x = (const uint16_t *)a->x;
-	k.y = (uint16_t *)a->y;
+	k.y = moe_y_make(a);
 	k.ids = a->ids;
 	k.weights = a->weights;
 	k.hidden = a->experts.hidden;
@@ -247,7 +246,6 @@ static int step_run(const struct kvk_moe_args *a, uint32_t loads_only, kvk_strea
 	k.top_k = a->top_k;
 	k.nr_experts = a->experts.nr_experts;
 	k.scale_f16 = a->experts.scale_dtype == KVK_F16;
-	k.accumulate = a->accumulate;
 	k.loads_only = loads_only;
 	return moe_step_launch(&k, (uint32_t)owner, stream);
 }
@@ -264,7 +262,7 @@ static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,
 	w.w13 = wide_mat_make(e, 0);
 	w.w2 = wide_mat_make(e, 1);
 	w.x = (const uint16_t *)a->x;
-	w.y = (uint16_t *)a->y;
+	w.y = moe_y_make(a);
 	w.ids = plan.ids = a->ids;
 	w.weights = a->weights;
 	w.nr_tiles = plan.nr_tiles = (uint32_t *)ws + 2;
@@ -293,7 +291,6 @@ static int wide_run(const struct kvk_moe_args *a, const struct i4_layout *l,
 	w.tiles_max = l->tiles_max;
 	w.group = e->group;
 	w.scale_f16 = e->scale_dtype == KVK_F16;
-	w.accumulate = a->accumulate;
 	r = moe_plan_launch(&plan, stream);
 	return r ? r : moe_wide_launch(&w, stream);
 }

@@ -32,6 +32,7 @@
 
 #include "moe_pack.h"
 #include "moe_ptx.cuh"
+#include "moe_y.cuh"
 
 #define MOE_GROUP     8u /* consumer warps of a group */
 #define MOE_CONSUMERS 16u
@@ -67,8 +68,8 @@ struct moe_mat {
 struct moe_i4 {
 	struct moe_mat w13;
 	struct moe_mat w2;
-	const uint16_t *x;    /* [nr_tokens][hidden] bf16 */
-	uint16_t *y;	      /* [nr_tokens][hidden] bf16 */
+	const uint16_t *x; /* [nr_tokens][hidden] bf16 */
+	struct moe_y y;
 	const uint32_t *ids;  /* [nr_slots] */
 	const float *weights; /* [nr_slots] */
 	uint32_t *claim;      /* units claimed beyond the CTAs' first ones */
@@ -92,7 +93,6 @@ struct moe_i4 {
 	uint32_t
 		early; /* row blocks whose SECONDs come first and whose SUMs do not come last */
 	uint32_t scale_f16;
-	uint32_t accumulate;
 	uint32_t own_plan;   /* few slots: each CTA sorts them itself */
 	uint32_t nr_clear;   /* words to clear from claim on; 0: a kernel before did it */
 	uint32_t loads_only; /* bench: stream everything, multiply nothing */

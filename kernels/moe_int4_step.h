@@ -19,8 +19,8 @@
 struct moe_step {
 	struct moe_mat w13;
 	struct moe_mat w2;
-	const uint16_t *x;    /* [nr_tokens][hidden] bf16 */
-	uint16_t *y;	      /* [nr_tokens][hidden] bf16 */
+	const uint16_t *x; /* [nr_tokens][hidden] bf16 */
+	struct moe_y y;
 	const uint32_t *ids;  /* [nr_slots] */
 	const float *weights; /* [nr_slots] */
 	uint32_t *state;   /* CTAs that are through, the last call's tag, units claimed */
@@ -34,7 +34,6 @@ struct moe_step {
 	uint32_t by_columns; /* 65536 / w2.kbricks, rounded up */
 	uint32_t by_tiles;   /* 2^32 / w13.mtiles, rounded up; 0: of 1 */
 	uint32_t scale_f16;
-	uint32_t accumulate;
 	uint32_t loads_only; /* bench: stream everything, multiply nothing */
 	uint32_t any_tag;    /* mutant: take what is there */
 };

@@ -269,22 +269,18 @@ __device__ __forceinline__ void step_second_end(const struct moe_step &a,
 {
 	const uint32_t lane = threadIdx.x % 32, rows = 1u << a.log_rows;
 	const uint32_t nr = min(u.nr, STEP_WARPS);
-	uint32_t *y = (uint32_t *)(a.y + (uint64_t)u.tile * a.hidden +
-				   (u.row + r) * KVK_BRICK_ROWS + lane);
-	float s = 0, hi;
+	float two[2] = {};
 
 	sums += lane;
 #pragma unroll 8
 	for (uint32_t w = r; w < nr; w += rows)
-		s += sums[w * STEP_WARP_SUMS];
-	hi = __shfl_down_sync(~0u, s, 1);
-	if (lane % 2)
-		return;
-	if (a.accumulate) {
-		s += __uint_as_float(*y << 16);
-		hi += __uint_as_float(*y & 0xffff0000u);
-	}
-	*y = ptx_bf16x2(s, hi);
+		two[0] += sums[w * STEP_WARP_SUMS];
+	two[1] = __shfl_down_sync(~0u, two[0], 1);
+	if (lane % 2 == 0)
+		moe_y_put(a.y,
+			  (uint64_t)u.tile * a.hidden + (u.row + r) * KVK_BRICK_ROWS +
+				  lane,
+			  two);
 }
 
 template <int G>

@@ -209,7 +209,7 @@ __device__ __forceinline__ void sum_eight(const struct moe_i4 &a, uint32_t tok,
 	const uint64_t slot = (uint64_t)tok * a.top_k;
 	const uint16_t *out = a.out + slot * a.hidden + from * 32 + j * 8;
 	const float *scale = a.out_scale + slot * a.w2.mtiles + from;
-	uint32_t *y = (uint32_t *)(a.y + (uint64_t)tok * a.hidden + mtile * 32 + j * 2);
+	const uint64_t y = (uint64_t)tok * a.hidden + mtile * 32 + j * 2;
 	float s[8] = {};
 
 #pragma unroll 8
@@ -225,16 +225,8 @@ __device__ __forceinline__ void sum_eight(const struct moe_i4 &a, uint32_t tok,
 			s[2 * i + 1] += w * ptx_f16_f32(v[i] >> 16);
 		}
 	}
-#pragma unroll
-	for (int i = 0; i < 4 && there; i++) {
-		float lo = s[i], hi = s[i + 4];
-
-		if (a.accumulate) {
-			lo += __uint_as_float(y[i * 4] << 16);
-			hi += __uint_as_float(y[i * 4] & 0xffff0000u);
-		}
-		y[i * 4] = ptx_bf16x2(lo, hi);
-	}
+	if (there)
+		moe_y_put_pairs(a.y, y, s);
 }
 
 /* y of a few tokens in a row block. */

@@ -219,8 +219,6 @@ __global__ void __launch_bounds__(256) wide_sum(const __grid_constant__ struct m
 	ptx_grid_wait();
 	if (col >= a.hidden)
 		return;
-	uint2 *y = (uint2 *)(a.y + tok * a.hidden + col);
-
 #pragma unroll 8
 	for (uint32_t j = 0; j < a.top_k; j++) {
 		const uint64_t slot = tok * a.top_k + j;
@@ -234,15 +232,7 @@ __global__ void __launch_bounds__(256) wide_sum(const __grid_constant__ struct m
 		s[2] += w * o.z;
 		s[3] += w * o.w;
 	}
-	if (a.accumulate) {
-		const uint2 old = *y;
-
-		s[0] += __uint_as_float(old.x << 16);
-		s[1] += __uint_as_float(old.x & 0xffff0000u);
-		s[2] += __uint_as_float(old.y << 16);
-		s[3] += __uint_as_float(old.y & 0xffff0000u);
-	}
-	*y = make_uint2(ptx_bf16x2(s[0], s[1]), ptx_bf16x2(s[2], s[3]));
+	moe_y_put(a.y, tok * a.hidden + col, s);
 }
 
 /* The same of eight columns, from f16. grid: (hidden / 2048, tokens) */
@@ -257,8 +247,6 @@ __global__ void __launch_bounds__(256)
 	ptx_grid_wait();
 	if (col >= a.hidden)
 		return;
-	uint4 *y = (uint4 *)(a.y + tok * a.hidden + col);
-
 #pragma unroll 8
 	for (uint32_t j = 0; j < a.top_k; j++) {
 		const uint64_t slot = tok * a.top_k + j;
@@ -276,18 +264,7 @@ __global__ void __launch_bounds__(256)
 			s[2 * i + 1] += w * ptx_f16_f32(p[i] >> 16);
 		}
 	}
-	if (a.accumulate) {
-		const uint4 old = *y;
-		const uint32_t p[4] = {old.x, old.y, old.z, old.w};
-
-#pragma unroll
-		for (int i = 0; i < 4; i++) {
-			s[2 * i] += __uint_as_float(p[i] << 16);
-			s[2 * i + 1] += __uint_as_float(p[i] & 0xffff0000u);
-		}
-	}
-	*y = make_uint4(ptx_bf16x2(s[0], s[1]), ptx_bf16x2(s[2], s[3]),
-			ptx_bf16x2(s[4], s[5]), ptx_bf16x2(s[6], s[7]));
+	moe_y_put(a.y, tok * a.hidden + col, s);
 }
 
 static int wide_product(const struct moe_wide *a, int second, void *stream)

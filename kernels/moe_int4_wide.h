@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <vector_types.h>
+#include "moe_y.cuh"
 
 #define MOE_WIDE_COLS 8192u /* of a token, or of h, at most */
 
@@ -24,8 +25,8 @@ struct wide_mat {
 struct moe_wide {
 	struct wide_mat w13;
 	struct wide_mat w2;
-	const uint16_t *x;	  /* [nr_tokens][hidden] bf16 */
-	uint16_t *y;		  /* [nr_tokens][hidden] bf16 */
+	const uint16_t *x; /* [nr_tokens][hidden] bf16 */
+	struct moe_y y;
 	const uint32_t *ids;	  /* [nr_slots] */
 	const float *weights;	  /* [nr_slots] */
 	const uint32_t *nr_tiles; /* the plan (moe_plan.cuh), tiles of tile_tokens */
@@ -55,7 +56,6 @@ struct moe_wide {
 	uint32_t tile_tokens; /* 32, 64, 112 or 128 */
 	uint32_t group;
 	uint32_t scale_f16;
-	uint32_t accumulate;
 };
 
 /* Power of two that brings a largest value near 2^14; 1 for Inf and NaN. Its inverse is the

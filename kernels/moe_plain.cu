@@ -292,6 +292,12 @@ __global__ void __launch_bounds__(256) plain_sum(const struct plain p)
 
 		sum += w * p.out[slot * p.a.experts.hidden + row];
 	}
+	if (p.a.y_f32) {
+		float *y = (float *)p.a.y + at;
+
+		*y = p.a.accumulate ? *y + sum : sum;
+		return;
+	}
 	if (p.a.accumulate)
 		sum += kvk_bf16_to_f32(((uint16_t *)p.a.y)[at]);
 	((uint16_t *)p.a.y)[at] = kvk_f32_to_bf16(sum);
@@ -332,7 +338,7 @@ static int chunk_run(const struct kvk_moe_args *a, const struct plain_layout *l,
 	struct moe_chunk c = {};
 
 	c.x = (const uint16_t *)a->x;
-	c.y = (uint16_t *)a->y;
+	c.y = moe_y_make(a);
 	c.ids = a->ids;
 	c.weights = a->weights;
 	c.nr_tiles = plan->nr_tiles;
@@ -352,7 +358,6 @@ static int chunk_run(const struct kvk_moe_args *a, const struct plain_layout *l,
 	c.nr_experts = a->experts.nr_experts;
 	c.nr_slots = plan->nr_slots;
 	c.tiles_max = l->tiles_max;
-	c.accumulate = a->accumulate;
 	return moe_chunk_launch(&c, &a->experts, stream);
 }
 
@@ -365,7 +370,7 @@ static int wide_run(const struct kvk_moe_args *a, const struct plain_layout *l,
 
 	f.experts = &a->experts;
 	w->x = (const uint16_t *)a->x;
-	w->y = (uint16_t *)a->y;
+	w->y = moe_y_make(a);
 	w->ids = a->ids;
 	w->weights = a->weights;
 	w->nr_tiles = plan->nr_tiles;
@@ -385,7 +390,6 @@ static int wide_run(const struct kvk_moe_args *a, const struct plain_layout *l,
 	w->nr_slots = plan->nr_slots;
 	w->tiles_max = l->tiles_max;
 	w->tile_tokens = l->wide;
-	w->accumulate = a->accumulate;
 	return moe_fp8_wide_launch(&f, stream);
 }
 

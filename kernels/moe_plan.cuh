@@ -59,6 +59,17 @@ MOE_PLAN_DEV struct moe_where moe_unit_where(uint32_t u, uint32_t nr_tiles,
 	return w;
 }
 
+/**
+ * moe_plan_launch() - queue what fills a plan: one kernel, or two where many CTAs share the sort
+ * @p: nr_slots > 0, at most 2^20; nr_experts at most MOE_PLAN_EXPERTS. ids out of range go to the last
+ *	expert: who adds up makes their tokens NaN. only_zero: zero[] is cleared and nothing else written
+ * @stream: a cudaStream_t. Each kernel may begin while the one before it still runs, and reads and
+ *	writes nothing before that has ended
+ *
+ * Context: any thread; never allocates, never waits, may be captured. counts may lie where a later
+ * kernel of the call writes.
+ * Return: 0 or -EIO.
+ */
 int moe_plan_launch(const struct moe_plan *p, void *stream);
 
 #endif /* KVK_MOE_PLAN_CUH */

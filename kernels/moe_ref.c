@@ -148,6 +148,7 @@ static void token_load(const struct kvk_moe_args *a, const struct moe_work *w, u
 static void token_combine(const struct kvk_moe_args *a, const struct moe_work *w, u32 t)
 {
 	u32 hidden = a->experts.hidden, padded = kvk_padded(hidden);
+	u32 dtype = kvk_moe_y_dtype(a);
 	float y[KVK_LANES];
 
 	for (u32 c = 0; c < hidden; c += KVK_LANES) {
@@ -164,11 +165,11 @@ static void token_combine(const struct kvk_moe_args *a, const struct moe_work *w
 					valid ? a->weights[p] * z[i] : __builtin_nanf("");
 		}
 		if (a->accumulate) {
-			kvk_act_load(a->act_dtype, a->y, (size_t)t * hidden + c, y, n);
+			kvk_act_load(dtype, a->y, (size_t)t * hidden + c, y, n);
 			for (u32 i = 0; i < n; i++)
 				sum[i] = y[i] + sum[i];
 		}
-		kvk_act_store(a->act_dtype, sum, a->y, (size_t)t * hidden + c, n);
+		kvk_act_store(dtype, sum, a->y, (size_t)t * hidden + c, n);
 	}
 }
 

@@ -263,6 +263,8 @@ int eng_buffers_alloc(struct eng_engine *e)
 	GET_ACT(a->gu, t * 2 * inter);
 	GET_ACT(a->silu, t * inter);
 	GET_DEV(a->router, t * c->nr_experts);
+	if (c->shared_inter)
+		GET_DEV(a->routed, t * c->hidden);
 	GET_DEV(a->expert_ids, t * c->top_k);
 	GET_DEV(a->expert_weights, t * c->top_k);
 	GET_ACT(a->head_in, rows * c->hidden);

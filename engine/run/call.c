@@ -27,7 +27,7 @@ int eng_call_linear(struct eng_engine *e, const struct eng_linear *l)
 		.nr_batch = l->nr_batch ? l->nr_batch : 1,
 		.x_batch = l->x_batch,
 		.y_batch = l->y_batch,
-		.accumulate = l->accumulate,
+		.add = l->add,
 	};
 
 	return e->ops->linear(&a, e->mem->stream);

@@ -66,11 +66,11 @@ static int mlp_inner(struct eng_engine *e, const struct eng_mlp *m)
 	return rc ? rc : e->ops->silu(&silu, e->mem->stream);
 }
 
-/* y (+)= down silu */
-static int mlp_outer(struct eng_engine *e, const struct eng_mlp *m, bool accumulate)
+/* y = down silu + add */
+static int mlp_outer(struct eng_engine *e, const struct eng_mlp *m, const float *add)
 {
 	struct eng_linear down = {
-		.w = &m->down, .x = e->act.silu, .y = e->act.y, .accumulate = accumulate};
+		.w = &m->down, .x = e->act.silu, .y = e->act.y, .add = add};
 
 	return eng_call_linear(e, &down);
 }
@@ -98,12 +98,15 @@ static int route(struct eng_engine *e, const struct eng_layer *l)
 	return rc ? rc : e->ops->moe_route(&a, e->mem->stream);
 }
 
+/* To y, or in f32 to where the shared expert finds it: a layer's output is rounded once. */
 static int experts(struct eng_engine *e, const struct eng_layer *l)
 {
+	const bool shared = l->shared.inter != 0;
 	struct kvk_moe_args a = {
 		.experts = l->experts,
 		.x = e->act.h,
-		.y = e->act.y,
+		.y = shared ? (void *)e->act.routed : e->act.y,
+		.y_f32 = shared,
 		.ids = e->act.expert_ids,
 		.weights = e->act.expert_weights,
 		.nr_tokens = e->step.nr_tokens,
@@ -130,7 +133,7 @@ static int mlp_block(struct eng_engine *e, u32 layer)
 
 	if (!l->is_moe) {
 		rc = mlp_inner(e, &l->dense);
-		return rc ? rc : mlp_outer(e, &l->dense, false);
+		return rc ? rc : mlp_outer(e, &l->dense, NULL);
 	}
 	/* the shared expert beside the routed ones; added behind them, as everywhere */
 	rc = l->shared.inter ? eng_side_begin(e) : 0;
@@ -144,7 +147,7 @@ static int mlp_block(struct eng_engine *e, u32 layer)
 	if (!rc)
 		rc = eng_check_join(e);
 	if (!rc && l->shared.inter)
-		rc = mlp_outer(e, &l->shared, true);
+		rc = mlp_outer(e, &l->shared, e->act.routed);
 	return rc;
 }
 

@@ -208,6 +208,7 @@ struct eng_act {
 	void *gu;      /* [T][2][inter] */
 	void *silu;    /* [T][inter] */
 	float *router; /* [T][nr_experts] */
+	float *routed; /* [T][hidden] what the routed experts give, where a shared one is added */
 	u32 *expert_ids;
 	float *expert_weights;
 	void *head_in; /* [LOGIT_ROWS][hidden] */
@@ -357,7 +358,7 @@ int eng_step_give(struct eng_engine *e);
 
 /* call.c */
 
-/* y [tokens][nr_batch][rows] (+)= x W^T; 0: the step's tokens, one matrix, no bias */
+/* y [tokens][nr_batch][rows] = x W^T + bias + add; 0: the step's tokens, one matrix, none */
 struct eng_linear {
 	const struct kvk_weight *w;
 	const void *x;
@@ -367,7 +368,7 @@ struct eng_linear {
 	u32 nr_batch;
 	u32 x_batch; /* elements between a token's vectors; 0: dense */
 	u32 y_batch;
-	bool accumulate;
+	const float *add; /* f32, laid out as y; NULL: nothing */
 	bool y_f32;
 };
 

@@ -6,7 +6,7 @@ usage: tests/bench/attn_table.py docs/results/h200-attn.json [NAME...]
 
 A table for each name ("attn_gqa fp8") and first word of its shapes ("96/8", "h8"), by batch and context;
 with NAMEs only those ("attn_mla fp8 h8"). Targets are scaled to the ceiling of a row's own run, never below the
-stored one.
+stored one, but where products bind them ("target_by").
 """
 import json
 import sys
@@ -39,7 +39,7 @@ def size(row):
 
 
 def line(row, ceiling):
-    here = row["target_us"] * max(1, TARGETS_TB_S / ceiling)
+    here = row["target_us"] * (1 if row.get("target_by") == "products" else max(1, TARGETS_TB_S / ceiling))
     floor = row.get("floor_us") or row["us"] * row["frac"]
     shape = row["shape"].split()[-1].replace("x", " x ")
     return (f"| {shape} | **{us(row['us'])}** | {us(row['us_min'])} .. {us(row['us_max'])} | {100 * row['frac']:.0f} % | "

@@ -23,6 +23,7 @@
 #define KVB_NAME_MAX	   48
 /* Read ceiling of the card that the stored targets are for, bytes per second. */
 #define KVB_TARGET_CEILING 4.66e12
+#define KVB_FLOPS	   790e12 /* 16-bit products, also of the targets */
 #define KVB_AT_LOADS	   1.03
 #define KVB_SLOW	   0.93
 
@@ -41,6 +42,8 @@
  * @floor_us, @peer_us, @ours_us: stored figures (targets); 0 = none. A line is judged by
  *	ours_us * KVB_TARGET_CEILING over the run's own ceiling, never by less than ours_us:
  *	"reached", or "at its loads" (no more than KVB_AT_LOADS of loads_us), or "open"
+ * @products: ours_us is bound by products, not by bytes, so a slower memory is no excuse: a line is
+ *	judged by ours_us itself
  */
 struct kvb_row {
 	char family[16];
@@ -58,6 +61,7 @@ struct kvb_row {
 	double floor_us;
 	double peer_us;
 	double ours_us;
+	bool products;
 };
 
 /**

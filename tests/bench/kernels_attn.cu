@@ -449,6 +449,9 @@ static int run_line(struct kvb_ctx *ctx, const struct model *m, const struct lin
 		row.flops = 2.0 * tokens * m->q_heads * (576 + 512);
 	row.peer_us = ln->peer;
 	row.ours_us = ln->ours;
+	/* fast on FP8 pages has e4m3 products, at twice the rate: bytes are its floor */
+	row.products = !(m->flags & KVK_ATTN_FAST) &&
+		       row.flops / KVB_FLOPS > row.bytes / KVB_TARGET_CEILING;
 	row.err = -1.0;
 	r = make_schedules(ctx, &c);
 	if (!r && ctx->check) {

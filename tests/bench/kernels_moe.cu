@@ -334,10 +334,13 @@ static int call_fp8(struct kvb_ctx *ctx, void *arg, uint32_t set)
 
 /* What is asked of a line, on a card of the stored ceiling: 85 % of it while weights stream, 900
  * TFLOP/s where products take longer. */
-static double fp8_target(const struct kvb_row *row)
+static void fp8_target(struct kvb_row *row)
 {
-	return 1e6 * fmax(row->bytes / (FP8_STREAM * KVB_TARGET_CEILING),
-			  row->flops / FP8_FLOPS);
+	const double bytes = row->bytes / (FP8_STREAM * KVB_TARGET_CEILING);
+	const double products = row->flops / FP8_FLOPS;
+
+	row->ours_us = 1e6 * fmax(bytes, products);
+	row->products = products > bytes;
 }
 
 /* One line, with the loads of as many calls. */
@@ -355,7 +358,7 @@ static int fp8_line(struct kvb_ctx *ctx, struct kvb_moe *d, const char *name,
 		return 0;
 	row.bytes = route_sets(ctx, d, UNIFORM, FP8_SETS) * expert_bytes;
 	row.flops = 6.0 * d->nr_tokens * d->top_k * d->e.hidden * d->e.inter;
-	row.ours_us = fp8_target(&row);
+	fp8_target(&row);
 	row.err = -1;
 	nr_calls = kvb_calls(row.bytes);
 	r = ctx->check ? kvb_moe_check(ctx, d, call_fp8, &row.err) : 0;

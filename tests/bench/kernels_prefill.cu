@@ -358,6 +358,7 @@ static int run_line(struct kvb_ctx *ctx, const struct prefill_line *ln)
 	case_init(ctx, ln, &c);
 	row.flops = 2.0 * seen * ln->heads * (c.dq + c.dv);
 	row.ours_us = ln->target_tflops > 0 ? row.flops / ln->target_tflops * 1e-6 : 0;
+	row.products = true;
 	row.err = -1.0;
 	if (ctx->check) {
 		row.err = check(ctx, &c);

@@ -7,6 +7,7 @@
 #define DEV_DEVICE  ENG_DEVICE_CUDA
 #define DEV_IDS_MAX 2048
 #include "tests/e2e/device_cases.h"
+#include "tests/e2e/layer_cases.h"
 
 #include <sys/wait.h>
 
@@ -26,6 +27,13 @@ KVT_TEST(gqa_bf16_pages_within_2e3)
 {
 	need_gpu();
 	dev_reference("tiny-glm", ENG_KV_BF16, DEV_CASES_MAX);
+}
+
+KVT_TEST(a_layer_is_rounded_once)
+{
+	need_gpu();
+	dev_layers_rounded_once("tiny-k2");
+	dev_layers_rounded_once("tiny-glm");
 }
 
 KVT_TEST(prefix_hit_gives_the_same_tokens)

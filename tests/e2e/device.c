@@ -10,6 +10,7 @@
 #define DEV_DEVICE  ENG_DEVICE_GUARDED
 #define DEV_IDS_MAX 400
 #include "tests/e2e/device_cases.h"
+#include "tests/e2e/layer_cases.h"
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -23,6 +24,12 @@ KVT_TEST(mla_bf16_activations_within_2e3)
 KVT_TEST(gqa_bf16_activations_within_2e3)
 {
 	dev_reference("tiny-glm", ENG_KV_BF16, 16);
+}
+
+KVT_TEST(a_layer_is_rounded_once)
+{
+	dev_layers_rounded_once("tiny-k2");
+	dev_layers_rounded_once("tiny-glm");
 }
 
 KVT_TEST(prefix_hit_gives_the_same_tokens)

@@ -12,7 +12,7 @@
 
 struct shape {
 	u32 rows, cols, nr_tokens, nr_batch;
-	bool bias, accumulate, strided;
+	bool bias, add, strided;
 };
 
 /* A kernel gives the bits that the tiles gave, and again. */
@@ -42,6 +42,7 @@ static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct 
 	size_t scales =
 		4ull * s->nr_batch * ((s->rows + 127) / 128) * ((s->cols + 127) / 128);
 	float *x = malloc(nx * 4), *y = malloc(ny * 4), *bias = malloc(s->rows * 4);
+	float *add = malloc(ny * 4);
 	struct kvk_linear_args a = {.w = m.w,
 				    .nr_tokens = s->nr_tokens,
 				    .x_stride = s->strided ? xs : 0,
@@ -51,13 +52,14 @@ static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct 
 				    .nr_batch = s->nr_batch,
 				    .x_batch = s->strided ? xb : 0,
 				    .y_batch = s->strided ? yb : 0,
-				    .accumulate = s->accumulate},
+				    .add = s->add ? add : NULL},
 			       d, few;
 	size_t y_bytes = acts_bytes(y_dtype, ny);
 	void *host_y, *tiled, *a_y_before;
 
 	kvt_rng_fill(g, x, nx, 1.0f);
 	kvt_rng_fill(g, y, ny, 1.0f);
+	kvt_rng_fill(g, add, ny, 1.0f);
 	kvt_rng_fill(g, bias, s->rows, 1.0f);
 	/* a block with a scale beyond what quotients without a division take */
 	for (u32 i = 0; i < KV_MIN(s->cols, 128u); i++)
@@ -72,6 +74,7 @@ static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct 
 	d.x = gpu_copy(a.x, acts_bytes(KVK_BF16, nx));
 	d.y = gpu_copy(a.y, y_bytes);
 	d.bias = s->bias ? gpu_copy(bias, s->rows * 4) : NULL;
+	d.add = s->add ? gpu_copy(add, ny * 4) : NULL;
 	few = d;
 	few.y = gpu_copy(a.y, y_bytes);
 	a_y_before = malloc(y_bytes);
@@ -92,6 +95,7 @@ static void linear_case(struct kvt_rng *g, u32 dtype, u32 y_dtype, const struct 
 		   "linear");
 	kvt_matrix_fini(&m);
 	free(a_y_before);
+	free(add);
 }
 
 static const struct shape shapes[] = {

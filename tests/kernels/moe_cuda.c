@@ -18,6 +18,7 @@ KVT_TEST(cuda_kernels)
 #include <cuda_runtime_api.h>
 #include "cuda_common.h"
 #include "kernels/moe_cuda.h"
+#include "kernels/fp8.h"
 
 static struct kvt_rng rng;
 
@@ -291,6 +292,24 @@ static struct kvk_moe_args moe_to_device(const struct moe_host *m)
 	return d;
 }
 
+/* y in f32 is what y in bf16 is rounded from, also where it is added to; @got: of the same call */
+static void moe_in_f32(struct kvk_moe_args d, const struct moe_host *m, const u16 *got)
+{
+	float *y = malloc(4 * m->n);
+
+	for (size_t i = 0; i < m->n; i++)
+		y[i] = kvk_bf16_to_f32(m->y0[i]);
+	d.y = dev_copy(y, 4 * m->n);
+	d.y_f32 = true;
+	KVT_EXPECT_EQ(moe_call(&d, NULL), 0);
+	dev_read(y, d.y, 4 * m->n);
+	for (size_t i = 0; i < m->n; i++)
+		if (kvk_f32_to_bf16(y[i]) != got[i])
+			KVT_FAIL("element %zu is %g in f32, %g in bf16", i, (double)y[i],
+				 (double)kvk_bf16_to_f32(got[i]));
+	free(y);
+}
+
 static void moe_once(const struct moe_case *c)
 {
 	struct kvk_moe_args d;
@@ -317,6 +336,7 @@ static void moe_once(const struct moe_case *c)
 	KVT_EXPECT(rel_bf16(got, m.y, m.n) <
 		   (c->dtype == KVK_E4M3 && c->inter % 128 == 0 ? 1e-2 : 3e-3));
 	KVT_EXPECT(memcmp(got, got + m.n, 2 * m.n) == 0);
+	moe_in_f32(d, &m, got);
 	d.workspace_bytes--;
 	KVT_EXPECT_EQ(moe_call(&d, NULL), -EINVAL);
 	moe_host_fini(&m);

@@ -228,6 +228,115 @@ KVT_TEST(moe_accumulates_and_keeps_nan_with_its_token)
 	moe_fini(&m);
 }
 
+/* |y - truth| / |truth| of a layer in BF16: routed experts, whose sum stays f32, and a second product
+ * of a shared one, added to it. @act: [nr_tokens][inter] of that one, bf16 */
+static double layer_error(struct moe *m, const u16 *act, u32 nr_tokens)
+{
+	u32 hidden = m->a.experts.hidden, inter = m->a.experts.inter;
+	struct kvt_matrix down = kvt_matrix_make(&rng, KVK_BF16, 1, hidden, inter, 0, 0);
+	size_t n = (size_t)nr_tokens * hidden;
+	double *truth = malloc(sizeof(double) * hidden), num = 0, den = 0;
+	float *routed = malloc(sizeof(float) * n);
+	u16 *x = malloc(2 * n), *y = malloc(2 * n);
+	struct kvk_moe_args a = m->a;
+	struct kvk_linear_args l = {.w = down.w,
+				    .x = act,
+				    .y = y,
+				    .nr_tokens = nr_tokens,
+				    .x_dtype = KVK_BF16,
+				    .y_dtype = KVK_BF16,
+				    .nr_batch = 1,
+				    .add = routed};
+
+	memset(routed, 0xff, sizeof(float) * n);
+	memset(y, 0xff, 2 * n);
+	for (size_t i = 0; i < n; i++) {
+		x[i] = kvt_to_bf16(m->x[i]);
+		m->x[i] = (float)kvt_bf16(x[i]);
+	}
+	a.x = x;
+	a.y = routed;
+	a.act_dtype = KVK_BF16;
+	a.y_f32 = true;
+	KVT_EXPECT_EQ(moe_call(&a), 0);
+	KVT_EXPECT_EQ(kvk_host_ops()->linear(&l, NULL), 0);
+	for (u32 t = 0; t < nr_tokens; t++) {
+		moe_truth(m, t, truth);
+		for (u32 r = 0; r < hidden; r++) {
+			double d;
+
+			for (u32 c = 0; c < inter; c++)
+				truth[r] += down.truth[(size_t)r * inter + c] *
+					    kvt_bf16(act[(size_t)t * inter + c]);
+			d = kvt_bf16(y[(size_t)t * hidden + r]) - truth[r];
+			num += d * d;
+			den += truth[r] * truth[r];
+		}
+	}
+	kvt_matrix_fini(&down);
+	free(truth);
+	free(routed);
+	free(x);
+	free(y);
+	return sqrt(num / den);
+}
+
+/* One rounding to bf16 is 1.7e-3, two are 2.4e-3. E4M3 as the format has it: moe_truth() rounds x
+ * and h as well. */
+KVT_TEST(a_layer_in_bf16_is_rounded_once)
+{
+	rng.state = kvt_rand64();
+	for (size_t s = 0; s < KV_ARRAY_SIZE(moe_shapes); s++) {
+		u32 inter = moe_shapes[s].inter;
+		u16 *act = malloc(2ul * 45 * inter);
+		struct moe m;
+		double err;
+
+		moe_init(&m, moe_shapes[s].dtype, 45, moe_shapes[s].hidden, inter,
+			 moe_shapes[s].group);
+		for (u32 i = 0; i < 45 * inter; i++)
+			act[i] = kvt_to_bf16(kvt_rng_normal(&rng));
+		err = layer_error(&m, act, 45);
+		KVT_NOTE("dtype %u: error %.2e", moe_shapes[s].dtype, err);
+		KVT_EXPECT_LE(err, 2e-3);
+		moe_fini(&m);
+		free(act);
+	}
+}
+
+/* y in f32 is what y in bf16 is rounded from, also where it is added to. */
+KVT_TEST(moe_y_f32_before_it_is_rounded)
+{
+	rng.state = kvt_rand64();
+	for (size_t s = 0; s < 2 * KV_ARRAY_SIZE(moe_shapes); s++) {
+		u32 hidden = moe_shapes[s / 2].hidden;
+		size_t n = 9ul * hidden;
+		u16 *x = malloc(2 * n), *y = malloc(2 * n);
+		struct moe m;
+
+		moe_init(&m, moe_shapes[s / 2].dtype, 9, hidden, moe_shapes[s / 2].inter,
+			 moe_shapes[s / 2].group);
+		for (size_t i = 0; i < n; i++) {
+			x[i] = kvt_to_bf16(m.x[i]);
+			y[i] = s % 2 ? x[i] : 0xffff;
+			m.y[i] = s % 2 ? (float)kvt_bf16(y[i]) : NAN;
+		}
+		m.a.accumulate = s % 2;
+		m.a.act_dtype = KVK_BF16;
+		m.a.x = x;
+		m.a.y_f32 = true;
+		KVT_EXPECT_EQ(moe_call(&m.a), 0);
+		m.a.y_f32 = false;
+		m.a.y = y;
+		KVT_EXPECT_EQ(moe_call(&m.a), 0);
+		for (size_t i = 0; i < n; i++)
+			KVT_EXPECT_EQ(y[i], kvt_to_bf16(m.y[i]));
+		moe_fini(&m);
+		free(x);
+		free(y);
+	}
+}
+
 KVT_TEST(moe_refuses_what_it_cannot_do)
 {
 	struct moe m;
