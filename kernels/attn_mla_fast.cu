@@ -155,7 +155,7 @@ KVK_DEV void fast_pages(const struct attn_params &p, const struct plan_seg &g,
 			fast_p_done(at - 1, sm);
 		fast_p_done(at, sm);
 	}
-	if (nr && (nr - 1 & 1) != own)
+	if (nr && ((nr - 1) & 1) != own)
 		fast_last(r, end - 1, nr == 1, st, sm);
 }
 
@@ -440,7 +440,7 @@ template <bool PAIR>
 __global__ void __launch_bounds__(fast_cfg::NR_THREADS, 1)
 	attn_mla_fast_kernel(const __grid_constant__ struct fast_params p)
 {
-	extern __shared__ __align__(1024) uint8_t smem_raw[];
+	DEV_DYNAMIC_SHARED_1K(smem_raw);
 	/* a constant, so that addresses and descriptors are; of a pair but for the high bits */
 	const uint32_t base = PAIR ? pair_base(REG_AT) : REG_AT;
 	struct fast_smem *sm = (struct fast_smem *)__cvta_shared_to_generic(base);

@@ -98,8 +98,8 @@ KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, ui
 		reg_keep(st.o);
 		reg_arrive(&sm->p_empty);
 	}
-	if (nr && (nr - 1 & 1) != own) {
-		mbar_wait(&sm->p_full, end - 1 & 1); /* its owner has cleared the tail */
+	if (nr && ((nr - 1) & 1) != own) {
+		mbar_wait(&sm->p_full, (end - 1) & 1); /* its owner has cleared the tail */
 		reg_value_start<1>(r, (end - 1) % reg_cfg::STAGES, f);
 		reg_other(r, end - 1, (end - 1) % reg_cfg::STAGES, f, st, sm);
 		wgm_wait<0>();
@@ -321,7 +321,7 @@ template <bool PAIR>
 __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 	attn_mla_reg_kernel(const __grid_constant__ struct reg_params p)
 {
-	extern __shared__ __align__(1024) uint8_t smem_raw[];
+	DEV_DYNAMIC_SHARED_1K(smem_raw);
 	/* a constant but for the high bits, so that descriptors are; without pairs they are 0, but
 	 * the compiler then folds so much that the loop over pages takes 160 instructions more */
 	const uint32_t base = pair_base(REG_AT);

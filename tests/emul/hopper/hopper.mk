@@ -4,7 +4,7 @@ HOPPER_KERNELS := moe_int4 moe_int4_step moe_int4_g32 moe_int4_g64 moe_int4_g128
 	moe_fp8_chunk moe_fp8_step moe_int4_wide moe_int4_wide_g32 moe_int4_wide_g64 moe_int4_wide_g128 moe_fp8_wide \
 	linear_few linear_mid linear_fp8 linear_tiled
 HOPPER_SAMPLERS := sample sample_wide
-HOPPER_ATTN := attn_plan attn_gqa attn_mla attn_mla_tile
+HOPPER_ATTN := attn_plan attn_gqa attn_mla attn_mla_tile attn_mla_reg attn_mla_fast
 HOPPER_BINS := $(addprefix $(O)/tests/emul/hopper/,moe sample attn)
 hopper_objs = $(patsubst %,$(O)/obj/tests/emul/hopper/%.o,machine $(1:%=kernels/%))
 HOPPER_FLAGS := -Itests/emul/hopper -DCONFIG_CUDA
