@@ -405,7 +405,7 @@ KVK_DEV void fast_prepare(const struct attn_params &p, uint32_t count,
 		}
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
-			atoms_add_release(&sm->segs_done[threadIdx.x / 32], 1);
+			atoms_add_release(&sm->segs_done[fast_cfg::NR_USE], 1);
 	}
 }
 

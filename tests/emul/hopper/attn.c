@@ -213,7 +213,7 @@ KVT_TEST(hopper_attn_many_requests_on_few_sms)
 		MLA(BF16, NONE, 16, 1, 0),    MLA(BF16, NONE, 64, 1, 0),
 		MLA(E4M3, TOKEN, 64, 1, 0),   MLA(E4M3, TOKEN, 64, 1, KVK_ATTN_FAST),
 	};
-	struct step t = {.nr = 12};
+	struct step t = {.nr = 20};
 
 	for (u32 i = 0; i < KV_ARRAY_SIZE(s); i++) {
 		struct world w;
@@ -366,7 +366,7 @@ static const struct shape rule_shapes[] = {
 	GQA(E4M3, STATIC, 6, 6, 64),  GQA(BF16, NONE, 12, 1, 128),
 	MLA(E4M3, TOKEN, 8, 1, 0),    MLA(E4M3, TOKEN, 16, 1, 0),
 	MLA(BF16, NONE, 8, 1, 0),     MLA(BF16, NONE, 64, 1, 0),
-	MLA(E4M3, TOKEN, 64, 1, 0),
+	MLA(E4M3, TOKEN, 64, 1, 0),   MLA(E4M3, TOKEN, 64, 1, KVK_ATTN_FAST),
 };
 
 /* Four requests: SHORT has a page, LONG many parts. */
