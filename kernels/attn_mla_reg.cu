@@ -99,7 +99,8 @@ KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, ui
 		reg_arrive(&sm->p_empty);
 	}
 	if (nr && ((nr - 1) & 1) != own) {
-		mbar_wait(&sm->p_full, (end - 1) & 1); /* its owner has cleared the tail */
+		mbar_wait(&sm->p_full,
+			  (end - 1) & 1); /* its owner has cleared the tail */
 		reg_value_start<1>(r, (end - 1) % reg_cfg::STAGES, f);
 		reg_other(r, end - 1, (end - 1) % reg_cfg::STAGES, f, st, sm);
 		wgm_wait<0>();
@@ -255,44 +256,6 @@ KVK_DEV void reg_page_load(const struct reg_params &rp, struct reg_smem *sm,
 		  &sm->full[stage], policy);
 }
 
-/* @touched: plan_touch() */
-KVK_DEV void reg_produce(const struct reg_params &rp, uint32_t touched, uint64_t step,
-			 struct reg_smem *sm)
-{
-	const struct attn_params &p = rp.a;
-	const uint64_t policy = policy_evict_first();
-	const uint32_t lane = threadIdx.x & 31, count = plan_count(touched);
-	uint32_t seq = 0;
-
-	for (uint32_t i = 0; i < count; i++) {
-		struct slot_walk w = slot_publish(p, touched, i, step, sm);
-		uint32_t n;
-
-		for (uint32_t pg = 0; pg < w.pages; pg += n) {
-			const uint32_t now = w.pfn;
-
-			n = min(w.have, w.pages - pg);
-			w.have = 32;
-			if (pg + n + lane < w.pages)
-				w.pfn = w.rows[pg + n + lane].pfn;
-			for (uint32_t j = 0; j < n; j++, seq++) {
-				const uint32_t at = __shfl_sync(~0u, now, j);
-				const uint32_t stage = seq % reg_cfg::STAGES;
-
-				if (seq == 0)
-					grid_wait();
-				if (lane == 0) {
-					ring_wait(sm, seq, p.flight);
-					mbar_wait(&sm->empty[stage],
-						  (seq / reg_cfg::STAGES & 1) ^ 1);
-					reg_page_load(rp, sm, stage, at, policy);
-				}
-				__syncwarp();
-			}
-		}
-	}
-}
-
 /* ------------------------------------------------------------------------------- kernel
  */
 
@@ -337,7 +300,10 @@ __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 	if (threadIdx.x >= reg_cfg::NR_WARPS * 32) {
 		regs_dec<reg_cfg::REGS_FEED>();
 		if (threadIdx.x / 32 == reg_cfg::NR_WARPS)
-			reg_produce(p, touched, *p.a.step, sm);
+			slot_produce(p.a, touched, *p.a.step, sm,
+				     [&](uint32_t stage, uint32_t pfn, uint64_t policy) {
+					     reg_page_load(p, sm, stage, pfn, policy);
+				     });
 	} else {
 		regs_inc<reg_cfg::REGS_USE>();
 		reg_consume<PAIR>(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
