@@ -502,6 +502,38 @@ static void length_beyond(const struct shape *s, u32 bad)
 	world_fini(&w);
 }
 
+/*
+ * Verdicts do not change within a step (P4). Should one, parts of a unit do not agree: the first segments of CTAs
+ * go by the schedule, the others look. No number comes of it, nobody waits for ever, others are as they were.
+ */
+KVT_TEST(hopper_attn_parts_that_do_not_agree)
+{
+	static const struct shape s[] = {GQA(E4M3, TOKEN, 12, 1, 128),
+					 GQA(E4M3, STATIC, 8, 2, 128)};
+	static const struct step t = {3, {64 * 6, 64 * 20, 64 * 9 + 1}, {1, 1, 1}};
+
+	for (u32 i = 0; i < 2 * KV_ARRAY_SIZE(s); i++) {
+		const u32 bad = i % 2 ? KV_BAD_GEN : 0;
+		struct world w;
+		float *first;
+
+		hopper_has_sms(5 + 8 * (int)(i / 2));
+		make(&w, &s[i / 2], &t);
+		run(&w, &s[i / 2], 0);
+		check(&w, &s[i / 2], "before, heads/kv heads");
+		first = keep(&w);
+		w.f.verdicts[1].bits = bad; /* when the schedule is made */
+		upload(&w, s[i / 2].heads, 1);
+		run(&w, &s[i / 2], 0);
+		w.f.verdicts[1].bits = bad ^ KV_BAD_GEN;
+		to_device(&w, 6, w.f.verdicts, t.nr * sizeof(struct kv_verdict));
+		run(&w, &s[i / 2], KVK_ATTN_PLAN);
+		alone(&w, 1, first);
+		free(first);
+		world_fini(&w);
+	}
+}
+
 /* A schedule says what may be read in its own step. In the next one it is good for nothing. */
 KVT_TEST(hopper_attn_schedule_of_another_step)
 {
