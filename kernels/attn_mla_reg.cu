@@ -75,6 +75,9 @@ KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, ui
 
 		if (left < (int32_t)TOKENS)
 			reg_tail(sm, stage, left);
+		if (at != seq) /* its first words are read before its P is waited for */
+			mbar_wait(&sm->full[(at - 1) % reg_cfg::STAGES],
+				  (at - 1) / reg_cfg::STAGES & 1);
 		reg_scores(p, r, left, stage, (at - 1) % reg_cfg::STAGES, sm, f, s);
 		t = reg_scales(p, left, sm, stage);
 		if (at != seq)

@@ -301,6 +301,32 @@ KVT_TEST(hopper_attn_late_ctas_merge_what_the_others_left)
 	cut(&s[1], 64 * 28 - 5, 8, 4, KVK_ATTN_LATE);
 }
 
+/*
+ * Copies come in any order, and one of them may come when others are long in use: who reads a page has
+ * waited for that page.
+ */
+KVT_TEST(hopper_attn_late_copies)
+{
+	static const struct shape s[] = {
+		GQA(E4M3, TOKEN, 12, 1, 128), MLA(E4M3, TOKEN, 8, 1, 0),
+		MLA(BF16, NONE, 20, 1, 0),    MLA(E4M3, TOKEN, 20, 1, KVK_ATTN_FAST),
+		MLA(E4M3, TOKEN, 20, 1, 0),   MLA(E4M3, TOKEN, 20, 1, 0),
+	};
+	static const struct step t = {3, {64 * 4, 64 * 3, 64 * 4 - 9}, {1, 1, 1}};
+
+	hopper_copies_late(40000);
+	for (u32 i = 0; i < KV_ARRAY_SIZE(s); i++) {
+		struct world w;
+
+		hopper_has_sms(1);
+		make(&w, &s[i], &t);
+		run(&w, &s[i], 0);
+		check(&w, &s[i], "late copies, heads/kv heads");
+		world_fini(&w);
+	}
+	hopper_copies_late(0);
+}
+
 /* Queries that BF16 holds give the F32 answer, rounded once; every element is looked at. */
 KVT_TEST(hopper_attn_bf16_activations)
 {

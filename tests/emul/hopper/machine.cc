@@ -84,6 +84,7 @@ struct copy {
 	uint64_t at[5];	      /* the first: bytes */
 	struct fiber *thread; /* whose pieces these are: instead of all that */
 	std::vector<struct piece> pieces;
+	uint32_t late; /* rounds to come */
 };
 
 static struct fiber *running;
@@ -131,6 +132,12 @@ extern "C" void hopper_seed(uint64_t seed)
 }
 
 int hopper_major = 9, hopper_nr_sms = HOPPER_SMS;
+static uint32_t late_rounds;
+
+extern "C" void hopper_copies_late(unsigned rounds)
+{
+	late_rounds = rounds;
+}
 
 extern "C" void hopper_is(int major)
 {
@@ -294,7 +301,7 @@ void *hopper_static(size_t bytes)
 void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
 {
 	HOPPER_CHECK(dst + bytes <= STATIC_AT);
-	copies.push_back({hopper_shared(), dst, bytes, bar, src, NULL, {}, NULL, {}});
+	copies.push_back({hopper_shared(), dst, bytes, bar, src, NULL, {}, NULL, {}, 0});
 }
 
 void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr_dims,
@@ -302,7 +309,7 @@ void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr
 {
 	const CUtensorMap *m = (const CUtensorMap *)map;
 	const uint32_t bytes = tensor_box_bytes(m);
-	struct copy c = {hopper_shared(), dst, bytes, bar, NULL, m, {}, NULL, {}};
+	struct copy c = {hopper_shared(), dst, bytes, bar, NULL, m, {}, NULL, {}, 0};
 
 	/* a copy of other dimensions than its map's is an illegal instruction */
 	HOPPER_CHECK(nr_dims == m->nr_dims);
@@ -323,7 +330,7 @@ void hopper_piece(uint32_t dst, const void *src)
 
 void hopper_pieces_arrive(uint32_t bar)
 {
-	struct copy c = {hopper_shared(), 0, 0, bar, NULL, NULL, {}, running, {}};
+	struct copy c = {hopper_shared(), 0, 0, bar, NULL, NULL, {}, running, {}, 0};
 
 	c.pieces.swap(running->pieces);
 	running->nr_groups++;
@@ -352,7 +359,13 @@ static void copies_step(void)
 	for (size_t i = 0; i < copies.size();) {
 		struct copy &c = copies[i];
 
-		if (random_next() % 3) {
+		if (late_rounds && !c.late)
+			c.late = random_next() % 8 ? 1 : late_rounds;
+		if (c.late > 1) { /* it will come */
+			c.late--;
+			nr_events++;
+		}
+		if (c.late > 1 || random_next() % 3) {
 			i++;
 			continue;
 		}
