@@ -132,6 +132,10 @@ KVK_DEV struct gqa_seg publish_seg(const struct attn_params &p,
 	g.s = i == 0 ? cta.first : p.mem.segs[cta.base + i];
 	g.hbs = cta.hbs;
 	state = plan_state_of(p, cta, i, g.s, step);
+	/* who merges without counters waits for every part, whatever that saw: NaN is an answer */
+	if (state == PLAN_FAILED && p.mem.quick_floats && g.s.nr_parts > 1 &&
+	    !(p.off & PLAN_NO_ANSWER))
+		state = PLAN_POISONED;
 	g.ok = state != PLAN_FAILED;
 	g.poisoned = state == PLAN_POISONED;
 	g.nr_pieces = state == PLAN_OK ? g.s.nr_pages * cta.hbs : 0;

@@ -155,7 +155,7 @@ KVK_DEV void fast_pages(const struct attn_params &p, const struct plan_seg &g,
 			fast_p_done(at - 1, sm);
 		fast_p_done(at, sm);
 	}
-	if (nr && (nr - 1 & 1) != own)
+	if (nr && ((nr - 1) & 1) != own)
 		fast_last(r, end - 1, nr == 1, st, sm);
 }
 
@@ -315,44 +315,6 @@ KVK_DEV void fast_page_load(const struct fast_params &fp, struct fast_smem *sm,
 			  &sm->full[stage], policy);
 }
 
-/* @touched: plan_touch() */
-KVK_DEV void fast_produce(const struct fast_params &fp, uint32_t touched, uint64_t step,
-			  struct fast_smem *sm)
-{
-	const struct attn_params &p = fp.a;
-	const uint64_t policy = policy_evict_first();
-	const uint32_t lane = threadIdx.x & 31, count = plan_count(touched);
-	uint32_t seq = 0;
-
-	for (uint32_t i = 0; i < count; i++) {
-		struct slot_walk w = slot_publish(p, touched, i, step, sm);
-		uint32_t n;
-
-		for (uint32_t pg = 0; pg < w.pages; pg += n) {
-			const uint32_t now = w.pfn;
-
-			n = min(w.have, w.pages - pg);
-			w.have = 32;
-			if (pg + n + lane < w.pages)
-				w.pfn = w.rows[pg + n + lane].pfn;
-			for (uint32_t j = 0; j < n; j++, seq++) {
-				const uint32_t at = __shfl_sync(~0u, now, j);
-				const uint32_t stage = seq % fast_cfg::STAGES;
-
-				if (seq == 0)
-					grid_wait();
-				if (lane == 0) {
-					ring_wait(sm, seq, p.flight);
-					mbar_wait(&sm->empty[stage],
-						  (seq / fast_cfg::STAGES & 1) ^ 1);
-					fast_page_load(fp, sm, stage, at, policy);
-				}
-				__syncwarp();
-			}
-		}
-	}
-}
-
 /* The factors of a page's tokens, and zeros for values behind the end: 0 x NaN is NaN. */
 KVK_DEV void fast_factors_make(const struct attn_params &p, uint32_t stage, int32_t valid,
 			       struct fast_smem *sm)
@@ -405,7 +367,7 @@ KVK_DEV void fast_prepare(const struct attn_params &p, uint32_t count,
 		}
 		__syncwarp();
 		if (threadIdx.x % 32 == 0)
-			atoms_add_release(&sm->segs_done[threadIdx.x / 32], 1);
+			atoms_add_release(&sm->segs_done[fast_cfg::NR_USE], 1);
 	}
 }
 
@@ -440,7 +402,7 @@ template <bool PAIR>
 __global__ void __launch_bounds__(fast_cfg::NR_THREADS, 1)
 	attn_mla_fast_kernel(const __grid_constant__ struct fast_params p)
 {
-	extern __shared__ __align__(1024) uint8_t smem_raw[];
+	DEV_DYNAMIC_SHARED_1K(smem_raw);
 	/* a constant, so that addresses and descriptors are; of a pair but for the high bits */
 	const uint32_t base = PAIR ? pair_base(REG_AT) : REG_AT;
 	struct fast_smem *sm = (struct fast_smem *)__cvta_shared_to_generic(base);
@@ -455,7 +417,10 @@ __global__ void __launch_bounds__(fast_cfg::NR_THREADS, 1)
 	if (threadIdx.x >= fast_cfg::NR_USE * 32) {
 		regs_dec<fast_cfg::REGS_FEED>();
 		if (threadIdx.x / 32 == fast_cfg::NR_USE)
-			fast_produce(p, touched, *p.a.step, sm);
+			slot_produce(p.a, touched, *p.a.step, sm,
+				     [&](uint32_t stage, uint32_t pfn, uint64_t policy) {
+					     fast_page_load(p, sm, stage, pfn, policy);
+				     });
 		else if (threadIdx.x / 32 == fast_cfg::NR_USE + 1)
 			fast_prepare(p.a, p.a.mem.ctas[blockIdx.x].count, sm);
 	} else {

@@ -112,7 +112,7 @@ KVK_DEV void fast_quantize_q(const uint32_t (&lat)[8], uint32_t rope, uint32_t r
 	r = unpack_bf16(rope);
 	left = unpack_f16(arch_e4m3_f16(hi));
 	*(uint16_t *)(rest + ((at ^ row) & 7) * 16) = (uint16_t)hi;
-	*(uint16_t *)(rest + ((at + 4 ^ row) & 7) * 16) =
+	*(uint16_t *)(rest + (((at + 4) ^ row) & 7) * 16) =
 		(uint16_t)arch_f32_e4m3(r.x * f - left.x, r.y * f - left.y);
 	if (lane == 0)
 		sm->q_scale[row] = scale;

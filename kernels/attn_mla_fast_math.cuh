@@ -225,24 +225,12 @@ KVK_DEV bool fast_softmax(const struct attn_params &p, const struct fast_lane &r
 #define FAST_AHEAD 2 /* products whose operands are ready */
 #define FAST_WORDS 4 /* products whose words are read */
 
-/*
- * Four 8 x 8 matrices of 16 bits, transposed: lane 8 i + r has the address of row r of matrix i, lane
- * 4 g + c gets rows 2 c and 2 c + 1 of its column g.
- */
-KVK_DEV void fast_ldmatrix(uint32_t addr, uint32_t (&w)[4])
-{
-	asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-		     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-		     : "r"(addr)
-		     : "memory");
-}
-
 /* Words of a page's product @i: tokens 32 (i / 4) + 0 .. 31, dims 16 (i % 4) + 0 .. 15 of the warp's 64. */
 KVK_DEV void fast_value_read(const struct fast_lane &r, uint32_t stage, int i,
 			     uint32_t (&w)[4])
 {
-	fast_ldmatrix((r.value ^ (i % 4) * 16) + stage * (4 * REG_BLOCK) + i / 4 * 4096,
-		      w);
+	ldmatrix4_trans((r.value ^ (i % 4) * 16) + stage * (4 * REG_BLOCK) + i / 4 * 4096,
+			w);
 }
 
 /* Rows g and g + 8 are dims 2 g and 2 g + 1; the order of tokens is that of P. */

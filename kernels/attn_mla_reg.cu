@@ -75,6 +75,9 @@ KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, ui
 
 		if (left < (int32_t)TOKENS)
 			reg_tail(sm, stage, left);
+		if (at != seq) /* its first words are read before its P is waited for */
+			mbar_wait(&sm->full[(at - 1) % reg_cfg::STAGES],
+				  (at - 1) / reg_cfg::STAGES & 1);
 		reg_scores(p, r, left, stage, (at - 1) % reg_cfg::STAGES, sm, f, s);
 		t = reg_scales(p, left, sm, stage);
 		if (at != seq)
@@ -98,8 +101,9 @@ KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, ui
 		reg_keep(st.o);
 		reg_arrive(&sm->p_empty);
 	}
-	if (nr && (nr - 1 & 1) != own) {
-		mbar_wait(&sm->p_full, end - 1 & 1); /* its owner has cleared the tail */
+	if (nr && ((nr - 1) & 1) != own) {
+		mbar_wait(&sm->p_full,
+			  (end - 1) & 1); /* its owner has cleared the tail */
 		reg_value_start<1>(r, (end - 1) % reg_cfg::STAGES, f);
 		reg_other(r, end - 1, (end - 1) % reg_cfg::STAGES, f, st, sm);
 		wgm_wait<0>();
@@ -255,44 +259,6 @@ KVK_DEV void reg_page_load(const struct reg_params &rp, struct reg_smem *sm,
 		  &sm->full[stage], policy);
 }
 
-/* @touched: plan_touch() */
-KVK_DEV void reg_produce(const struct reg_params &rp, uint32_t touched, uint64_t step,
-			 struct reg_smem *sm)
-{
-	const struct attn_params &p = rp.a;
-	const uint64_t policy = policy_evict_first();
-	const uint32_t lane = threadIdx.x & 31, count = plan_count(touched);
-	uint32_t seq = 0;
-
-	for (uint32_t i = 0; i < count; i++) {
-		struct slot_walk w = slot_publish(p, touched, i, step, sm);
-		uint32_t n;
-
-		for (uint32_t pg = 0; pg < w.pages; pg += n) {
-			const uint32_t now = w.pfn;
-
-			n = min(w.have, w.pages - pg);
-			w.have = 32;
-			if (pg + n + lane < w.pages)
-				w.pfn = w.rows[pg + n + lane].pfn;
-			for (uint32_t j = 0; j < n; j++, seq++) {
-				const uint32_t at = __shfl_sync(~0u, now, j);
-				const uint32_t stage = seq % reg_cfg::STAGES;
-
-				if (seq == 0)
-					grid_wait();
-				if (lane == 0) {
-					ring_wait(sm, seq, p.flight);
-					mbar_wait(&sm->empty[stage],
-						  (seq / reg_cfg::STAGES & 1) ^ 1);
-					reg_page_load(rp, sm, stage, at, policy);
-				}
-				__syncwarp();
-			}
-		}
-	}
-}
-
 /* ------------------------------------------------------------------------------- kernel
  */
 
@@ -321,7 +287,7 @@ template <bool PAIR>
 __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 	attn_mla_reg_kernel(const __grid_constant__ struct reg_params p)
 {
-	extern __shared__ __align__(1024) uint8_t smem_raw[];
+	DEV_DYNAMIC_SHARED_1K(smem_raw);
 	/* a constant but for the high bits, so that descriptors are; without pairs they are 0, but
 	 * the compiler then folds so much that the loop over pages takes 160 instructions more */
 	const uint32_t base = pair_base(REG_AT);
@@ -337,7 +303,10 @@ __global__ void __launch_bounds__(reg_cfg::NR_THREADS, 1)
 	if (threadIdx.x >= reg_cfg::NR_WARPS * 32) {
 		regs_dec<reg_cfg::REGS_FEED>();
 		if (threadIdx.x / 32 == reg_cfg::NR_WARPS)
-			reg_produce(p, touched, *p.a.step, sm);
+			slot_produce(p.a, touched, *p.a.step, sm,
+				     [&](uint32_t stage, uint32_t pfn, uint64_t policy) {
+					     reg_page_load(p, sm, stage, pfn, policy);
+				     });
 	} else {
 		regs_inc<reg_cfg::REGS_USE>();
 		reg_consume<PAIR>(p.a, p.a.mem.ctas[blockIdx.x].count, sm);

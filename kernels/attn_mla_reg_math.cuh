@@ -82,7 +82,7 @@ KVK_DEV void reg_score_group(const struct reg_lane &r, uint32_t stage, int u,
 	if (u == 0)
 		reg_key_read(r.rope + stage * (REG_ROPE + REG_SCALES), 8 * ROPE, w);
 	else
-		reg_key_read((r.key ^ (u - 1 & 1) * 16) + stage * (4 * REG_BLOCK) +
+		reg_key_read((r.key ^ ((u - 1) & 1) * 16) + stage * (4 * REG_BLOCK) +
 				     (u - 1) / 2 * REG_BLOCK,
 			     1024, w);
 }
@@ -373,13 +373,13 @@ KVK_DEV void reg_values_other(const struct reg_lane &r, uint32_t stage, uint32_t
 		wgm_commit();
 		wgm_wait<REG_AHEAD>();
 		if (j < 16)
-			reg_value_cvt(f.w[t + 1 & 1], j % 4, f.a[j % REG_SLOTS]);
+			reg_value_cvt(f.w[(t + 1) & 1], j % 4, f.a[j % REG_SLOTS]);
 		else
 			reg_value_cvt(f.w[0], j % 4, f.a[j % REG_SLOTS]);
 		if (j % 4 == 3 && t < 2)
-			reg_value_group(r, stage, t + 2, f.w[t + 1 & 1]);
+			reg_value_group(r, stage, t + 2, f.w[(t + 1) & 1]);
 		else if (j % 4 == 3)
-			reg_value_group(r, next, 3 - t, f.w[t + 1 & 1]);
+			reg_value_group(r, next, 3 - t, f.w[(t + 1) & 1]);
 	}
 }
 

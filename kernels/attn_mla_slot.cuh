@@ -87,6 +87,48 @@ KVK_DEV struct slot_walk slot_publish(const struct attn_params &p, uint32_t touc
 	return w;
 }
 
+/*
+ * All copies of a CTA in its order, by the producer; @load (stage, page, policy) starts those of a page,
+ * one lane. @touched: plan_touch()
+ */
+template <class SM, class LOAD>
+KVK_DEV void slot_produce(const struct attn_params &p, uint32_t touched, uint64_t step,
+			  SM *sm, const LOAD &load)
+{
+	using C = typename SM::C;
+	const uint64_t policy = policy_evict_first();
+	const uint32_t lane = threadIdx.x & 31, count = plan_count(touched);
+	uint32_t seq = 0;
+
+	for (uint32_t i = 0; i < count; i++) {
+		struct slot_walk w = slot_publish(p, touched, i, step, sm);
+		uint32_t n;
+
+		for (uint32_t pg = 0; pg < w.pages; pg += n) {
+			const uint32_t now = w.pfn;
+
+			n = min(w.have, w.pages - pg);
+			w.have = 32;
+			if (pg + n + lane < w.pages)
+				w.pfn = w.rows[pg + n + lane].pfn;
+			for (uint32_t j = 0; j < n; j++, seq++) {
+				const uint32_t at = __shfl_sync(~0u, now, j);
+				const uint32_t stage = seq % C::STAGES;
+
+				if (seq == 0)
+					grid_wait();
+				if (lane == 0) {
+					ring_wait(sm, seq, p.flight);
+					mbar_wait(&sm->empty[stage],
+						  (seq / C::STAGES & 1) ^ 1);
+					load(stage, at, policy);
+				}
+				__syncwarp();
+			}
+		}
+	}
+}
+
 /* --------------------------------------------------------------------------------- slots
  */
 

@@ -339,6 +339,8 @@ static uint32_t plan_off(void)
 		off |= PLAN_NO_MARKS;
 	if (KV_MUTANT(cuda_attn_no_step))
 		off |= PLAN_NO_STEP;
+	if (KV_MUTANT(cuda_attn_no_answer))
+		off |= PLAN_NO_ANSWER;
 	return off;
 }
 

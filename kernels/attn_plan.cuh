@@ -114,6 +114,7 @@ struct attn_params {
 #define PLAN_NO_LENGTH 0x100u /* beside DEV_NO_* */
 #define PLAN_NO_MARKS  0x200u
 #define PLAN_NO_STEP   0x400u
+#define PLAN_NO_ANSWER 0x800u
 
 #define PLAN_LOG2E     1.4426950408889634f
 

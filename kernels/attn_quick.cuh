@@ -21,6 +21,9 @@
  * that begins looks for marks after it has enlisted: one of the two sees the other. The CTA
  * that begins last thus knows all slices left, and merges them. Slices merged twice get the
  * same bits twice.
+ *
+ * Every CTA of a unit writes its part: one that finds the request failed writes NaN (publish_seg()). So
+ * the wait ends even if parts should not agree about that, and nobody has to read a verdict again.
  */
 #ifndef KVK_ATTN_QUICK_CUH
 #define KVK_ATTN_QUICK_CUH

@@ -261,6 +261,15 @@ KVK_DEV void stmatrix4(uint32_t addr, const uint32_t *v)
 		 : "memory");
 }
 
+/* The other way round: lane 4 g + c gets rows 2c, 2c + 1 of column g of matrix i in w[i]. */
+KVK_DEV void ldmatrix4_trans(uint32_t addr, uint32_t (&w)[4])
+{
+	asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+		     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+		     : "r"(addr)
+		     : "memory");
+}
+
 /* One word of global memory, never merged with its neighbour. */
 KVK_DEV uint32_t ldg32(const void *p)
 {

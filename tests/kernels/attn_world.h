@@ -165,7 +165,7 @@ static void run_device(struct world *w, u32 flags, bool prefill)
 			   cudaMemcpyDeviceToHost));
 }
 
-static void run_host(struct world *w, u32 heads, u32 layer)
+static inline void run_host(struct world *w, u32 heads, u32 layer)
 {
 	struct kvk_attn_args a = w->dev;
 
@@ -178,8 +178,8 @@ static void run_host(struct world *w, u32 heads, u32 layer)
 	KVT_EXPECT_EQ(w->ops->attn_prefill(&a, NULL), 0);
 }
 
-static void world_init(struct world *w, const struct kv_layout *l, u32 heads,
-		       u32 nr_pages, const u32 *lengths, const u32 *q_lens, u32 nr)
+static inline void world_init(struct world *w, const struct kv_layout *l, u32 heads,
+			      u32 nr_pages, const u32 *lengths, const u32 *q_lens, u32 nr)
 {
 	bool mla = l->kind == KV_LAYOUT_MLA;
 	int count = 0;
@@ -222,7 +222,8 @@ static double rel_err(const float *a, const float *b, size_t n)
 	return den > 0 ? sqrt(num / den) : num;
 }
 
-static void expect_close(struct world *w, const char *what, u32 a, u32 b, double limit)
+static inline void expect_close(struct world *w, const char *what, u32 a, u32 b,
+				double limit)
 {
 	double err = rel_err(w->out, w->ref, w->nr_out);
 

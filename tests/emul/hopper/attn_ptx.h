@@ -248,11 +248,33 @@ KVK_DEV uint32_t movmatrix_trans(uint32_t v)
 	});
 }
 
+KVK_DEV void stmatrix4(uint32_t addr, const uint32_t *v)
+{
+	ptx_stmatrix(addr, v[0], v[1], v[2], v[3]);
+}
+
+/* Lane 8 i + r has the address of row r of matrix i; 4 g + c gets rows 2 c, 2 c + 1 of column g. */
+KVK_DEV void ldmatrix4_trans(uint32_t addr, uint32_t (&w)[4])
+{
+	uint64_t *all = hopper_lanes();
+	const uint32_t lane = threadIdx.x % 32;
+
+	HOPPER_CHECK(addr % 16 == 0);
+	all[lane * 16] = addr;
+	hopper_warp_barrier();
+	for (uint32_t i = 0; i < 8; i++)
+		memcpy((uint16_t *)&w[i / 2] + i % 2,
+		       hopper_shared() + all[(i / 2 * 8 + lane % 4 * 2 + i % 2) * 16] +
+			       lane / 4 * 2,
+		       2);
+	hopper_warp_barrier();
+}
+
 /* ----------------------------------------------------- warpgroup products, 16-byte copies
  */
 
 void hopper_product_turned(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b,
-			   uint32_t block);
+			   uint32_t block, bool bf16);
 
 /* 16 bytes, or zeros; those of a thread that are not there yet arrive together, as one of @bar. */
 void hopper_piece(uint32_t dst, const void *src);
@@ -293,7 +315,32 @@ KVK_DEV void wgmma_scores(float *d, uint64_t a, uint64_t b, int use_d)
 KVK_DEV void wgmma_values(float *d, const uint32_t *a, uint64_t b)
 {
 	hopper_product_turned(d, 256, *(const uint32_t(*)[4])a, wg_addr(b),
-			      (uint32_t)(b >> 16 & 0x3fff) << 4);
+			      (uint32_t)(b >> 16 & 0x3fff) << 4, true);
+}
+
+/* FP8 pages: descriptors are wgm_desc()'s, or one with the 64-byte swizzle. */
+template <int N, int TRANS, bool F16>
+KVK_DEV void wgm_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int use_d)
+{
+	static_assert(N == 64 && F16, "one block of columns");
+	if (!TRANS) {
+		hopper_product(d, N, a, (uint32_t)(b & 0x3fff) << 4, use_d);
+	} else {
+		HOPPER_CHECK(use_d);
+		hopper_product_turned(d, N, a, (uint32_t)(b & 0x3fff) << 4, 8192, false);
+	}
+}
+
+KVK_DEV void wgm_rs_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int use_d)
+{
+	hopper_product_e4m3(d, 64, a, (uint32_t)(b & 0x3fff) << 4, use_d);
+}
+
+KVK_DEV void wgm_ss_e4m3(float (&d)[32], uint64_t a, uint64_t b, int use_d)
+{
+	HOPPER_CHECK(b >> 62 == 0 || (b >> 62 == 2 && (b >> 32 & 0x3fff) == 512 >> 4));
+	hopper_product_e4m3(d, 64, (uint32_t)(a & 0x3fff) << 4,
+			    (uint32_t)(b & 0x3fff) << 4, use_d, b >> 62 == 2);
 }
 
 KVK_DEV void feed_prefetch(const uint8_t *src, uint32_t bytes)

@@ -14,13 +14,3 @@ int kvk_attn_prefill_cuda(const struct kvk_attn_args *, kvk_stream)
 {
 	return -ENOSYS;
 }
-
-int mla_reg_launch(const struct attn_params *, uint32_t, bool, cudaStream_t)
-{
-	return -ENOSYS;
-}
-
-int mla_fast_launch(const struct attn_params *, uint32_t, bool, cudaStream_t)
-{
-	return -ENOSYS;
-}

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cuda.h - in place of the toolkit's: a tensor map is what hopper_encode() was given. Up to
- * three dimensions, boxes of rows of 128 bytes, 128-byte swizzle.
+ * cuda.h - in place of the toolkit's: a tensor map is what hopper_encode() was given. Boxes are
+ * rows of 128 bytes with the 128-byte swizzle, or of 64 with that of 64.
  */
 #ifndef HOPPER_CUDA_H
 #define HOPPER_CUDA_H
@@ -16,16 +16,17 @@ typedef enum {
 	CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
 } CUtensorMapDataType;
 typedef enum { CU_TENSOR_MAP_INTERLEAVE_NONE } CUtensorMapInterleave;
-typedef enum { CU_TENSOR_MAP_SWIZZLE_128B } CUtensorMapSwizzle;
+typedef enum { CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_128B } CUtensorMapSwizzle;
 typedef enum { CU_TENSOR_MAP_L2_PROMOTION_L2_256B } CUtensorMapL2promotion;
 typedef enum { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE } CUtensorMapFloatOOBfill;
 
 struct alignas(64) CUtensorMap {
 	const uint8_t *base;
-	uint64_t row_bytes, rows, batch;
-	uint64_t row_stride, batch_stride; /* bytes */
-	uint32_t nr_dims, value_bytes, box_rows, box_batch;
-	uint32_t unused[17];
+	uint32_t dims[5];    /* of the first: bytes */
+	uint32_t box[3];     /* the same; 1 of further ones */
+	uint64_t strides[4]; /* bytes */
+	uint32_t nr_dims, value_bytes;
+	uint32_t unused[12];
 };
 
 CUresult hopper_encode(CUtensorMap *map, CUtensorMapDataType, cuuint32_t nr_dims,

@@ -38,6 +38,34 @@ static inline __half2 __float2half2_rn(float v)
 	return __floats2half2_rn(v, v);
 }
 
+/* One number. */
+typedef float __half;
+
+static inline __half __low2half(__half2 v)
+{
+	return __low2float(v);
+}
+
+static inline __half __high2half(__half2 v)
+{
+	return __high2float(v);
+}
+
+static inline __half __float2half(float v)
+{
+	return kvk_f16_to_f32(kvk_f32_to_f16(v));
+}
+
+static inline __half __hmax(__half a, __half b)
+{
+	return fmaxf(a, b);
+}
+
+static inline bool __hgt(__half a, __half b)
+{
+	return a > b;
+}
+
 /* A float holds the product of two exactly. */
 static inline __half2 __hmul2(__half2 a, __half2 b)
 {

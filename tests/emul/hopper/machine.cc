@@ -81,9 +81,10 @@ struct copy {
 	uint32_t dst, bytes, bar;
 	const void *src; /* @map: not used */
 	const CUtensorMap *map;
-	uint64_t col, row, batch; /* col: bytes */
-	struct fiber *thread;	  /* whose pieces these are: instead of all that */
+	uint64_t at[5];	      /* the first: bytes */
+	struct fiber *thread; /* whose pieces these are: instead of all that */
 	std::vector<struct piece> pieces;
+	uint32_t late; /* rounds to come */
 };
 
 static struct fiber *running;
@@ -131,6 +132,12 @@ extern "C" void hopper_seed(uint64_t seed)
 }
 
 int hopper_major = 9, hopper_nr_sms = HOPPER_SMS;
+static uint32_t late_rounds;
+
+extern "C" void hopper_copies_late(unsigned rounds)
+{
+	late_rounds = rounds;
+}
 
 extern "C" void hopper_is(int major)
 {
@@ -294,31 +301,24 @@ void *hopper_static(size_t bytes)
 void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
 {
 	HOPPER_CHECK(dst + bytes <= STATIC_AT);
-	copies.push_back(
-		{hopper_shared(), dst, bytes, bar, src, NULL, 0, 0, 0, NULL, {}});
+	copies.push_back({hopper_shared(), dst, bytes, bar, src, NULL, {}, NULL, {}, 0});
 }
 
 void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr_dims,
-			int col, int row, int batch)
+			const int (&at)[5])
 {
 	const CUtensorMap *m = (const CUtensorMap *)map;
+	const uint32_t bytes = tensor_box_bytes(m);
+	struct copy c = {hopper_shared(), dst, bytes, bar, NULL, m, {}, NULL, {}, 0};
 
 	/* a copy of other dimensions than its map's is an illegal instruction */
 	HOPPER_CHECK(nr_dims == m->nr_dims);
-	HOPPER_CHECK(dst % 1024 == 0 &&
-		     dst + m->box_batch * m->box_rows * BOX <= STATIC_AT && col >= 0 &&
-		     row >= 0 && batch >= 0);
-	copies.push_back({hopper_shared(),
-			  dst,
-			  m->box_batch * m->box_rows * BOX,
-			  bar,
-			  NULL,
-			  m,
-			  (uint64_t)col * m->value_bytes,
-			  (uint64_t)row,
-			  (uint64_t)batch,
-			  NULL,
-			  {}});
+	HOPPER_CHECK(dst % (m->box[0] * 8) == 0 && dst + bytes <= STATIC_AT);
+	for (int i = 0; i < 5; i++) {
+		HOPPER_CHECK(at[i] >= 0);
+		c.at[i] = (uint64_t)at[i] * (i ? 1 : m->value_bytes);
+	}
+	copies.push_back(c);
 }
 
 /* 16 bytes to @dst, some time before the thread's next group arrives. */
@@ -330,7 +330,7 @@ void hopper_piece(uint32_t dst, const void *src)
 
 void hopper_pieces_arrive(uint32_t bar)
 {
-	struct copy c = {hopper_shared(), 0, 0, bar, NULL, NULL, 0, 0, 0, running, {}};
+	struct copy c = {hopper_shared(), 0, 0, bar, NULL, NULL, {}, running, {}, 0};
 
 	c.pieces.swap(running->pieces);
 	running->nr_groups++;
@@ -359,14 +359,20 @@ static void copies_step(void)
 	for (size_t i = 0; i < copies.size();) {
 		struct copy &c = copies[i];
 
-		if (random_next() % 3) {
+		if (late_rounds && !c.late)
+			c.late = random_next() % 8 ? 1 : late_rounds;
+		if (c.late > 1) { /* it will come */
+			c.late--;
+			nr_events++;
+		}
+		if (c.late > 1 || random_next() % 3) {
 			i++;
 			continue;
 		}
 		if (c.thread)
 			copy_pieces(&c);
 		else if (c.map)
-			tensor_box(c.map, c.shared + c.dst, c.col, c.row, c.batch);
+			tensor_box(c.map, c.shared + c.dst, c.at);
 		else
 			memcpy(c.shared + c.dst, c.src, c.bytes);
 		hopper_mbar_step((struct hopper_mbar *)(c.shared + c.bar),
@@ -429,16 +435,32 @@ void hopper_product(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b, in
 	product_open(d, a, p);
 }
 
-void hopper_product_e4m3(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d)
+void hopper_product_e4m3(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d,
+			 bool narrow)
 {
 	const uint32_t none[4] = {};
 	struct product p = {};
 
+	p.type = E4M3;
 	p.rows = a + running->thread % (4 * WARP) / WARP * 16 * 128;
 	p.n = n;
 	p.b = b;
+	p.narrow = narrow;
 	p.use_d = use_d;
 	product_open(d, none, p);
+}
+
+/* a in registers */
+void hopper_product_e4m3(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b,
+			 int use_d)
+{
+	struct product p = {};
+
+	p.type = E4M3;
+	p.n = n;
+	p.b = b;
+	p.use_d = use_d;
+	product_open(d, a, p);
 }
 
 void hopper_product_bf16(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d)
@@ -447,20 +469,20 @@ void hopper_product_bf16(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d
 	struct product p = {};
 
 	p.rows = a + running->thread % (4 * WARP) / WARP * 16 * 128;
-	p.bf16 = true;
+	p.type = BF16;
 	p.n = n;
 	p.b = b;
 	p.use_d = use_d;
 	product_open(d, none, p);
 }
 
-/* bf16, a in registers; b's memory is rows of k, in blocks of 64 columns, @block bytes apart */
+/* a in registers; b's memory is rows of k, in blocks of 64 columns, @block bytes apart */
 void hopper_product_turned(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b,
-			   uint32_t block)
+			   uint32_t block, bool bf16)
 {
 	struct product p = {};
 
-	p.bf16 = true;
+	p.type = bf16 ? BF16 : F16;
 	p.n = n;
 	p.b = b;
 	p.turned = block;

@@ -21,6 +21,9 @@ void hopper_is(int major);
  */
 void hopper_has_sms(int nr);
 
+/** hopper_copies_late() - from now on a copy in eight takes so many rounds more; 0: none */
+void hopper_copies_late(unsigned rounds);
+
 #ifdef __cplusplus
 }
 #endif

@@ -491,18 +491,18 @@ static inline void tile_mma16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0
  */
 
 void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr_dims,
-			int col, int row, int batch);
+			const int (&at)[5]);
 
-static inline void tma_load_4d(uint32_t dst, const void *map, uint32_t bar, int col,
-			       int row, int batch, int)
+static inline void tma_load_4d(uint32_t dst, const void *map, uint32_t bar, int c0,
+			       int c1, int c2, int c3)
 {
-	hopper_tensor_copy(dst, map, bar, 4, col, row, batch);
+	hopper_tensor_copy(dst, map, bar, 4, {c0, c1, c2, c3, 0});
 }
 
 static inline void tma_load_5d(uint32_t dst, const void *map, uint32_t bar,
 			       const int (&c)[5], uint64_t)
 {
-	hopper_tensor_copy(dst, map, bar, 5, c[0], c[1], c[2]);
+	hopper_tensor_copy(dst, map, bar, 5, c);
 }
 
 /* A warp's rows of a product; done when a wait asks for it, not before. */
@@ -521,8 +521,11 @@ static inline void tile_wgmma8(float *d, const uint32_t (&a)[4], uint64_t b, int
 	hopper_product(d, 8, a, (uint32_t)b << 4, use_d);
 }
 
-/* e4m3, both in shared memory: a's rows are the warpgroup's 64 */
-void hopper_product_e4m3(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d);
+/* e4m3, both in shared memory: a's rows are the warpgroup's 64; @narrow: b's have 64 bytes */
+void hopper_product_e4m3(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d,
+			 bool narrow = false);
+void hopper_product_e4m3(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b,
+			 int use_d);
 
 template <int N>
 static inline void moe_wgmma_e4m3(float *d, uint64_t a, uint64_t b, int use_d)
