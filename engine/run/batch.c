@@ -136,7 +136,8 @@ static void push_crc(struct eng_engine *e, struct eng_step *s, struct eng_reques
 
 	s->crc_first[index] = used;
 	s->crc_nr[index] = 0;
-	if (e->opt.no_seal || r->p.no_prefix || r->targets || end <= first)
+	if (e->opt.no_seal || r->p.no_prefix || r->targets || end <= first ||
+	    eng_kvmd_away(e))
 		return;
 	end = KV_MIN(end, first + (s->crc_max - used));
 	if (end <= first)

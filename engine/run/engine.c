@@ -301,6 +301,29 @@ bool eng_session_look(struct eng_engine *e)
 	return false;
 }
 
+/**
+ * eng_kvmd_away() - would a call to kvmd make the running requests wait?
+ *
+ * They go on without it, on the pages they hold (design 1, G4). What can be done later or
+ * left out (admission, seals, giving pages back) is then not asked for; the next step sees
+ * a new kvmd by itself. One that is there and silent costs a call's timeout at most every
+ * other timeout.
+ */
+bool eng_kvmd_away(const struct eng_engine *e)
+{
+	if (KV_MUTANT(steps_wait_for_kvmd))
+		return false;
+	return e->away || (e->quiet_until_ns && kv_now_ns() < e->quiet_until_ns);
+}
+
+/** eng_kvmd_note() - @rc is what a call to kvmd came to. Return: @rc */
+int eng_kvmd_note(struct eng_engine *e, int rc)
+{
+	e->quiet_until_ns =
+		rc == -ETIMEDOUT ? kv_now_ns() + e->opt.timeout_ms * KV_NSEC_PER_MSEC : 0;
+	return rc;
+}
+
 /** eng_dispatch_event() - callback of kvc_dispatch() */
 void eng_dispatch_event(void *arg, const struct kvc_event *event)
 {
@@ -316,6 +339,7 @@ void eng_dispatch_event(void *arg, const struct kvc_event *event)
 		}
 		break;
 	case KV_MSG_EPOCH:
+		e->quiet_until_ns = 0;
 		eng_session_look(e);
 		break;
 	default: /* PRESSURE: admission asks kvmd each time; EXTENT_REMOVED: nothing is
@@ -326,9 +350,16 @@ void eng_dispatch_event(void *arg, const struct kvc_event *event)
 
 static void flush_frees(struct eng_engine *e)
 {
-	if (!e->frees_due)
+	int rc;
+
+	if (!e->frees_due && !e->away)
 		return;
-	e->frees_due = kvc_flush(e->kvc) == KV_BUSY;
+	if (e->nr_running && eng_kvmd_away(e))
+		return;
+	/* this connects again, too: kvmd waits for every session of before it was restarted */
+	rc = eng_kvmd_note(e, kvc_flush(e->kvc));
+	/* what could not be sent is still ours, and charged */
+	e->frees_due = rc == KV_BUSY || rc < 0;
 }
 
 int eng_engine_turn(struct eng_engine *e)
@@ -337,7 +368,9 @@ int eng_engine_turn(struct eng_engine *e)
 
 	if (e->lost)
 		return -EIO;
-	kvc_dispatch(e->kvc, eng_dispatch_event, e);
+	rc = kvc_dispatch(e->kvc, eng_dispatch_event, e);
+	if (rc != -EAGAIN)
+		e->away = rc == -ECONNRESET;
 	e->step.nr_seqs = eng_sched_build(e);
 	if (e->step.nr_seqs == 0) {
 		flush_frees(e);

@@ -263,8 +263,10 @@ struct eng_engine {
 	int wake_fd;
 	u64 rng;
 	u64 next_id;
-	u64 retry_ns;	/* earliest time a turn may succeed again; 0 = at once */
-	bool frees_due; /* kvc_flush() has something to send */
+	u64 retry_ns;	    /* earliest time a turn may succeed again; 0 = at once */
+	bool frees_due;	    /* kvc_flush() has something to send */
+	bool away;	    /* the connection to kvmd is lost and not made again */
+	u64 quiet_until_ns; /* kvmd did not answer: see eng_kvmd_away() */
 	struct list_node waiting; /* by id */
 	struct list_node running; /* by id */
 	struct list_node done;
@@ -294,6 +296,8 @@ u64 eng_rand(struct eng_engine *e);
 void eng_session_lost(struct eng_engine *e);
 void eng_graphs_drop(struct eng_engine *e);
 bool eng_session_look(struct eng_engine *e);
+bool eng_kvmd_away(const struct eng_engine *e);
+int eng_kvmd_note(struct eng_engine *e, int rc);
 
 /* kv.c */
 int eng_table_init(struct eng_table *t, u32 cap);

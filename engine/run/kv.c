@@ -229,7 +229,7 @@ void eng_table_seal(struct eng_engine *e, struct eng_request *r, const u32 *crc,
 		.ret_seals = e->seal_rets,
 	};
 
-	if (nr == 0)
+	if (nr == 0 || eng_kvmd_away(e))
 		return;
 	kv_assert(t->nr_sealed + nr <= t->nr);
 	for (u32 i = 0; i < nr; i++) {
@@ -237,7 +237,7 @@ void eng_table_seal(struct eng_engine *e, struct eng_request *r, const u32 *crc,
 			return;
 		e->grants[i] = t->leases[t->nr_sealed + i].grant;
 	}
-	if (kvc_seal(e->pool, &seal) != 0)
+	if (eng_kvmd_note(e, kvc_seal(e->pool, &seal)) != 0)
 		return;
 	memcpy(t->key, e->seal_rets[nr - 1].key, sizeof(t->key));
 	t->nr_sealed += nr;

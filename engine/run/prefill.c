@@ -88,6 +88,7 @@ bool eng_prefill_admit(struct eng_engine *e, struct eng_request *r)
 		rc = eng_table_lookup(e, &r->table, r->tokens, r->nr_tokens, &nr_cached);
 	if (!rc)
 		rc = eng_table_grow(e, &r->table, nr_pages, gfp);
+	eng_kvmd_note(e, rc);
 	if (rc) {
 		eng_table_release(e, &r->table);
 		admit_refused(e, r, nr_pages, rc);

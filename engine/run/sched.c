@@ -58,7 +58,7 @@ static void admit(struct eng_engine *e)
 	while (e->nr_running < e->opt.batch_max) {
 		struct eng_request *r = list_first(&e->waiting, struct eng_request, node);
 
-		if (!r || r->retry_ns > now_ns)
+		if (!r || r->retry_ns > now_ns || (e->nr_running && eng_kvmd_away(e)))
 			return;
 		if (!eng_prefill_admit(e, r) && !list_empty(&e->waiting) &&
 		    list_first(&e->waiting, struct eng_request, node) == r)
@@ -151,6 +151,8 @@ int eng_sched_wait_ms(struct eng_engine *e, int timeout_ms)
 	u64 now_ns = kv_now_ns(), at_ns = e->retry_ns;
 	int ms;
 
+	if (r && e->nr_running && eng_kvmd_away(e))
+		r = NULL; /* admit() does not ask for it */
 	if (r && e->nr_running < e->opt.batch_max && (at_ns == 0 || r->retry_ns < at_ns))
 		at_ns = r->retry_ns ? r->retry_ns : now_ns;
 	if (at_ns == 0)

@@ -1,0 +1,231 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * away.c - an engine's loop while there is no kvmd, and while another thread of its process (an
+ * HTTP client's prefetch) is inside the library.
+ *
+ * The linker hands the calls named __wrap_ below to this file first (Makefile): so another
+ * thread's act falls exactly between two of the loop's.
+ */
+#include "tests/kvt.h"
+#include "tests/e2e/common.h"
+
+#include <cjson/cJSON.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+
+#define PROMPT	   150
+#define SHORT	   60
+#define NEW	   90
+#define HOST_BYTES "134217728"
+
+int __real_kvc_seal(struct kvc_pool *pool, const struct kvc_seal *seal);
+int __wrap_kvc_seal(struct kvc_pool *pool, const struct kvc_seal *seal);
+int __real_kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr_tokens,
+		      uint32_t max_pages, struct kv_hit *ret_hits, uint32_t *ret_nr);
+int __wrap_kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr_tokens,
+		      uint32_t max_pages, struct kv_hit *ret_hits, uint32_t *ret_nr);
+int __real_kvc_flush(struct kvc *c);
+int __wrap_kvc_flush(struct kvc *c);
+
+static struct rig rig;
+static struct trace alone[2], traces[2];
+static u32 prompt[2][PROMPT];
+static bool nobody;  /* there is no kvmd: who asks would wait for the timeout */
+static u32 nr_asked; /* calls that would have waited */
+
+static int asked_in_vain(void)
+{
+	nr_asked++;
+	return -ETIMEDOUT;
+}
+
+int __wrap_kvc_seal(struct kvc_pool *pool, const struct kvc_seal *seal)
+{
+	if (nobody)
+		return asked_in_vain();
+	return __real_kvc_seal(pool, seal);
+}
+
+int __wrap_kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr_tokens,
+		      uint32_t max_pages, struct kv_hit *ret_hits, uint32_t *ret_nr)
+{
+	if (nobody)
+		return asked_in_vain();
+	return __real_kvc_lookup(pool, tokens, nr_tokens, max_pages, ret_hits, ret_nr);
+}
+
+int __wrap_kvc_flush(struct kvc *c)
+{
+	if (nobody)
+		return asked_in_vain();
+	return __real_kvc_flush(c);
+}
+
+static void kvmd_gone(void)
+{
+	kill(rig.kvmd.pid, SIGKILL);
+	waitpid(rig.kvmd.pid, NULL, 0);
+}
+
+/* The one at @path takes up what the keeper has. */
+static void kvmd_again(const char *path)
+{
+	char fd_text[16], byte;
+	int fds[2];
+
+	KVT_EXPECT(!pipe(fds));
+	snprintf(fd_text, sizeof(fd_text), "%d", fds[1]);
+	rig.kvmd.pid = fork();
+	if (rig.kvmd.pid == 0) {
+		int log = open(rig.kvmd.log_path, O_WRONLY | O_APPEND);
+
+		dup2(log, 1);
+		dup2(log, 2);
+		execl(path, path, "--private", rig.kvmd.dir, "--die-with-parent",
+		      "--keeper", "--test-extents", "--backend",
+		      rig_on_cuda() ? "cuda" : "host", rig_size_option(), HOST_BYTES,
+		      "--ready-fd", fd_text, NULL);
+		_exit(127);
+	}
+	close(fds[1]);
+	KVT_EXPECT_EQ(read(fds[0], &byte, 1), 1);
+	close(fds[0]);
+}
+
+static const char *kvmd_path(void)
+{
+	static char path[1024];
+	char exe[64];
+	ssize_t n;
+
+	snprintf(exe, sizeof(exe), "/proc/%d/exe", rig.kvmd.pid);
+	n = readlink(exe, path, sizeof(path) - 1);
+	KVT_EXPECT(n > 0);
+	path[n] = 0;
+	return path;
+}
+
+/* What both requests say when nothing happens. */
+static struct eng_engine *open_engine(u32 timeout_ms)
+{
+	const char *const args[] = {"--host-bytes", HOST_BYTES, "--keeper", NULL};
+	struct eng_options opt = {.kv = ENG_KV_FP8,
+				  .batch_max = 4,
+				  .chunk_tokens = 64,
+				  .timeout_ms = timeout_ms};
+	struct eng_engine *e;
+
+	rig_kvmd(&rig, args);
+	rig_model(&rig, "tiny-k2", ENG_WEIGHTS_AS_IS);
+	e = rig_engine(&rig, &opt);
+	for (u32 i = 0; i < 2; i++) {
+		rig_prompt(80 + i, prompt[i], PROMPT);
+		trace_submit(e, &alone[i], prompt[i], i ? PROMPT : SHORT, NEW, true);
+		rig_run(e);
+	}
+	return e;
+}
+
+static void expect_both(u32 nr_computed)
+{
+	for (u32 i = 0; i < 2; i++) {
+		KVT_EXPECT_STR(eng_finish_str(traces[i].res.finish), "length");
+		trace_expect_equal(&traces[i], &alone[i], "in spite of it");
+		KVT_EXPECT_EQ(traces[i].res.nr_preempted, 0);
+	}
+	KVT_EXPECT_EQ(traces[0].res.nr_computed + traces[1].res.nr_computed, nr_computed);
+}
+
+static u32 held(const char *field)
+{
+	cJSON *reply = rig_admin(&rig, "{\"op\":\"ps\"}"), *s;
+	u32 n;
+
+	s = cJSON_GetArrayItem(cJSON_GetObjectItem(reply, "sessions"), 0);
+	KVT_EXPECT(s);
+	n = (u32)cJSON_GetObjectItem(s, field)->valuedouble;
+	cJSON_Delete(reply);
+	return n;
+}
+
+/*
+ * G4: what runs goes on without kvmd. A page that became full is not sealed then, and who waits
+ * for admission waits on: each such call would stop every running request for a timeout.
+ */
+KVT_TEST(running_requests_do_not_wait_for_a_kvmd_that_is_away)
+{
+	struct eng_engine *e = open_engine(5000);
+	struct eng_stats before, after;
+	struct eng_request *r;
+	const char *path = kvmd_path();
+	struct pollfd hangup = {.events = POLLIN};
+
+	r = trace_submit(e, &traces[0], prompt[0], SHORT, NEW, false);
+	rig_turns(e, r, 2);
+	for (int i = 0; held("magazine") == 0; i++) {
+		KVT_EXPECT(i < 1000);
+		usleep(1000);
+	}
+	kvmd_gone();
+	/* its loop in the kernel may live a moment longer, with our connection */
+	hangup.fd = kvc_event_fd(eng_engine_kvc(e));
+	KVT_EXPECT_EQ(poll(&hangup, 1, 10000), 1);
+	trace_submit(e, &traces[1], prompt[1], PROMPT, NEW, false);
+	eng_engine_stats(e, &before);
+	nobody = true;
+	rig_turns(e, r, 40); /* over a page's end */
+	nobody = false;
+	KVT_EXPECT_EQ(nr_asked, 0);
+	KVT_EXPECT(traces[0].nr >= 40 && !traces[0].done);
+	kvmd_again(path);
+	rig_run(e);
+	expect_both(SHORT + PROMPT);
+	eng_engine_stats(e, &after);
+	KVT_EXPECT(after.sealed_pages > before.sealed_pages + 1); /* late, but sealed */
+	eng_engine_destroy(e);
+	rig_close(&rig);
+}
+
+/* An engine with nothing to do is there for the next kvmd, with all that it owes. */
+KVT_TEST(idle_engine_gives_its_pages_to_the_next_kvmd)
+{
+	struct eng_engine *e = open_engine(1000);
+	struct kvc_info was, is;
+	struct eng_request *r;
+	const char *path = kvmd_path();
+
+	kvc_info(eng_engine_kvc(e), &was);
+	r = trace_submit(e, &traces[1], prompt[1], PROMPT, NEW, true);
+	rig_turns(e, r, 3);
+	KVT_EXPECT(held("pages") >= 3);
+	kvmd_gone();
+	eng_request_abort(r);
+	for (int i = 0; i < 3; i++)
+		KVT_EXPECT_EQ(eng_engine_turn(e), 0);
+	kvmd_again(path);
+	for (int i = 0; held("pages") > 0; i++) {
+		KVT_EXPECT(i < 200);
+		KVT_EXPECT_EQ(eng_engine_turn(e), 0);
+		eng_engine_wait(e, 10);
+	}
+	kvc_info(eng_engine_kvc(e), &is);
+	KVT_EXPECT_EQ(is.session, was.session);
+	KVT_EXPECT(is.table_epoch != was.table_epoch);
+	/* and again with nothing that it owes */
+	kvmd_gone();
+	KVT_EXPECT_EQ(eng_engine_turn(e), 0);
+	kvmd_again(path);
+	kvc_info(eng_engine_kvc(e), &was);
+	for (int i = 0; is.table_epoch == was.table_epoch; i++) {
+		KVT_EXPECT(i < 200);
+		KVT_EXPECT_EQ(eng_engine_turn(e), 0);
+		eng_engine_wait(e, 10);
+		kvc_info(eng_engine_kvc(e), &is);
+	}
+	KVT_EXPECT_EQ(is.session, was.session);
+	eng_engine_destroy(e);
+	rig_close(&rig);
+}
+
+KVT_MAIN()
