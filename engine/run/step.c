@@ -171,9 +171,24 @@ static bool mirror_is_behind(const struct eng_step *s)
 	return false;
 }
 
+/*
+ * Another thread's call (an HTTP client's prefetch) may be connecting again at this moment: the
+ * step then begins in a session whose pools are not open yet. It waits for them here. Return:
+ * -ETIMEDOUT; -ESHUTDOWN the pool did not come back.
+ */
+static int pool_is_coming(struct eng_engine *e)
+{
+	struct kv_stat st;
+
+	if (KV_MUTANT(pool_on_its_way_is_lost))
+		return -ESHUTDOWN;
+	return kvc_stat(e->pool, &st) == -ESHUTDOWN ? -ESHUTDOWN : -ETIMEDOUT;
+}
+
 static int step_begin(struct eng_engine *e)
 {
 	struct eng_step *s = &e->step;
+	u64 epoch = e->session.table_epoch;
 	int rc = kvc_step_begin(e->kvc, &s->kvc);
 
 	if (rc == -ESHUTDOWN) { /* kvmd ended the session; the next call gets another */
@@ -185,13 +200,16 @@ static int step_begin(struct eng_engine *e)
 	s->number = kvc_step_number(s->kvc);
 	if (!eng_session_look(e) && !KV_MUTANT(old_leases_on_a_new_table))
 		rc = -ETIMEDOUT;
+	/* the mirror is a new table's, and the step may have been announced to the old one */
+	else if (epoch != e->session.table_epoch && !KV_MUTANT(step_of_the_old_table))
+		rc = -ETIMEDOUT;
 	else if (e->session.check_mode != KV_CHECK_OFF)
 		rc = kvc_step_block(s->kvc, e->pool, s->stream, s->block, s->block_bytes);
 	if (!rc)
 		return 0;
 	kvc_step_retire(s->kvc);
 	s->kvc = NULL;
-	return rc;
+	return rc == -ESHUTDOWN ? pool_is_coming(e) : rc;
 }
 
 /* P3, P6: between these two, and only there, page bytes are touched. */

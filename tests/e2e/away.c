@@ -12,6 +12,8 @@
 #include <cjson/cJSON.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 
 #define PROMPT	   150
@@ -19,6 +21,10 @@
 #define NEW	   90
 #define HOST_BYTES "134217728"
 
+struct kvc_link;
+
+int __real_kvc_step_begin(struct kvc *c, struct kvc_step **ret_step);
+int __wrap_kvc_step_begin(struct kvc *c, struct kvc_step **ret_step);
 int __real_kvc_seal(struct kvc_pool *pool, const struct kvc_seal *seal);
 int __wrap_kvc_seal(struct kvc_pool *pool, const struct kvc_seal *seal);
 int __real_kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr_tokens,
@@ -27,12 +33,31 @@ int __wrap_kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr
 		      uint32_t max_pages, struct kv_hit *ret_hits, uint32_t *ret_nr);
 int __real_kvc_flush(struct kvc *c);
 int __wrap_kvc_flush(struct kvc *c);
+int __real_kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link,
+				  u64 deadline_ns);
+int __wrap_kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link,
+				  u64 deadline_ns);
 
 static struct rig rig;
 static struct trace alone[2], traces[2];
 static u32 prompt[2][PROMPT];
-static bool nobody;  /* there is no kvmd: who asks would wait for the timeout */
-static u32 nr_asked; /* calls that would have waited */
+static void (*on_begin)(void); /* once, when a step has begun */
+static bool nobody;	       /* there is no kvmd: who asks would wait for the timeout */
+static u32 nr_asked;	       /* calls that would have waited */
+static bool stop_attach;
+static sem_t attaching, attach_on;
+
+int __wrap_kvc_step_begin(struct kvc *c, struct kvc_step **ret_step)
+{
+	int rc = __real_kvc_step_begin(c, ret_step);
+	void (*act)(void) = on_begin;
+
+	if (!rc && act) {
+		on_begin = NULL;
+		act();
+	}
+	return rc;
+}
 
 static int asked_in_vain(void)
 {
@@ -60,6 +85,17 @@ int __wrap_kvc_flush(struct kvc *c)
 	if (nobody)
 		return asked_in_vain();
 	return __real_kvc_flush(c);
+}
+
+int __wrap_kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link,
+				  u64 deadline_ns)
+{
+	if (stop_attach) {
+		stop_attach = false;
+		sem_post(&attaching);
+		sem_wait(&attach_on);
+	}
+	return __real_kvc_pool_attach_locked(pool, link, deadline_ns);
 }
 
 static void kvmd_gone(void)
@@ -149,6 +185,15 @@ static u32 held(const char *field)
 	return n;
 }
 
+static double incidents(void)
+{
+	cJSON *status = rig_admin(&rig, "{\"op\":\"status\"}");
+	double n = cJSON_GetObjectItem(status, "incidents")->valuedouble;
+
+	cJSON_Delete(status);
+	return n;
+}
+
 /*
  * G4: what runs goes on without kvmd. A page that became full is not sealed then, and who waits
  * for admission waits on: each such call would stop every running request for a timeout.
@@ -224,6 +269,85 @@ KVT_TEST(idle_engine_gives_its_pages_to_the_next_kvmd)
 		kvc_info(eng_engine_kvc(e), &is);
 	}
 	KVT_EXPECT_EQ(is.session, was.session);
+	eng_engine_destroy(e);
+	rig_close(&rig);
+}
+
+static struct eng_engine *the_engine;
+static const char *the_path;
+
+static void *ask_kvmd(void *arg)
+{
+	struct kv_stat st;
+
+	for (int i = 0; kvc_stat(eng_engine_pool(the_engine), &st); i++)
+		KVT_EXPECT(i < 100);
+	return NULL;
+}
+
+static void connect_again(void)
+{
+	kvmd_gone();
+	kvmd_again(the_path);
+	ask_kvmd(NULL); /* as another thread would */
+}
+
+/*
+ * G4: a step is announced to the old table, then another thread connects to the next kvmd. The
+ * mirror starts anew, so the old table's block must not be applied to it.
+ */
+KVT_TEST(step_that_began_before_another_thread_connected)
+{
+	struct eng_engine *e = open_engine(2000);
+	struct eng_request *r;
+
+	the_engine = e;
+	the_path = kvmd_path();
+	r = trace_submit(e, &traces[0], prompt[0], SHORT, NEW, true);
+	trace_submit(e, &traces[1], prompt[1], PROMPT, NEW, true);
+	rig_turns(e, r, 10);
+	on_begin = connect_again;
+	rig_run(e);
+	KVT_EXPECT(!on_begin);
+	expect_both(SHORT + PROMPT);
+	KVT_EXPECT_EQ(incidents(), 0);
+	eng_engine_destroy(e);
+	rig_close(&rig);
+}
+
+/*
+ * G4: another thread is connecting again: there is a session already, its pools are not open yet.
+ * A step that begins now has to wait, the engine is not at its end.
+ */
+KVT_TEST(step_that_begins_while_another_thread_connects)
+{
+	struct eng_engine *e = open_engine(1500);
+	struct eng_request *r;
+	pthread_t thread;
+
+	the_engine = e;
+	the_path = kvmd_path();
+	sem_init(&attaching, 0, 0);
+	sem_init(&attach_on, 0, 0);
+	r = trace_submit(e, &traces[0], prompt[0], SHORT, NEW, true);
+	trace_submit(e, &traces[1], prompt[1], PROMPT, NEW, true);
+	rig_turns(e, r, 10);
+	kvmd_gone();
+	kvmd_again(the_path);
+	stop_attach = true;
+	KVT_EXPECT_EQ(pthread_create(&thread, NULL, ask_kvmd, NULL), 0);
+	sem_wait(&attaching);
+	for (int i = 0; i < 3; i++) {
+		int rc = eng_engine_turn(e);
+
+		if (rc < 0)
+			KVT_FAIL("turn %d: %s", i, strerror(-rc));
+	}
+	sem_post(&attach_on);
+	pthread_join(thread, NULL);
+	rig_run(e);
+	expect_both(SHORT + PROMPT);
+	KVT_EXPECT_EQ(incidents(), 0);
 	eng_engine_destroy(e);
 	rig_close(&rig);
 }
