@@ -316,7 +316,8 @@ KVC_API int kvc_event_fd(struct kvc *c);
  * @fn: may be NULL
  *
  * Call it at least every 100 ms; engines do between steps. Never blocks.
- * Return: number of events handled; -ECONNRESET the daemon is away (the library reconnects).
+ * Return: number of events handled; -EAGAIN another thread is inside the library: nothing was read,
+ *	call again; -ECONNRESET the daemon is away (the library reconnects).
  */
 KVC_API int kvc_dispatch(struct kvc *c, void (*fn)(void *arg, const struct kvc_event *event),
 			 void *arg);

@@ -277,8 +277,8 @@ int kvc_dispatch(struct kvc *c, void (*fn)(void *arg, const struct kvc_event *ev
 
 	if (kvc_poisoned(c))
 		return kvc_fail(-EOWNERDEAD, "the process forked");
-	if (pthread_mutex_trylock(&c->lock))
-		return 0; /* another thread is at it */
+	if (pthread_mutex_trylock(&c->lock)) /* another thread is at it */
+		return -EAGAIN;
 	r = kvc_sock_read_locked(c);
 	kvc_deferred_run_locked(c);
 	list_init(&events);

@@ -10,6 +10,9 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <time.h>
+
+#include "base/clock.h"
 
 /* strict: the rows are walked once more on the host, on the library's own mirror. */
 static void check_strict(struct eng_engine *e)
@@ -87,6 +90,20 @@ free_tags:
 	free(tags);
 }
 
+/*
+ * The news of a REVOKE may not have been read yet. It was sent before the page's tag died, so it
+ * is there; but another thread may be reading it.
+ */
+static void read_news(struct eng_engine *e)
+{
+	u64 end_ns = kv_now_ns() + e->opt.timeout_ms * KV_NSEC_PER_MSEC;
+	struct timespec ts = {0, 50000};
+
+	while (kvc_dispatch(e->kvc, eng_dispatch_event, e) == -EAGAIN &&
+	       !KV_MUTANT(news_not_read) && kv_now_ns() < end_ns)
+		nanosleep(&ts, NULL);
+}
+
 static void request_stale(struct eng_engine *e, struct eng_request *r, u32 index)
 {
 	struct eng_step *s = &e->step;
@@ -101,8 +118,7 @@ static void request_stale(struct eng_engine *e, struct eng_request *r, u32 index
 		eng_request_done(r, ENG_FINISH_ERROR, s->row_codes[index]);
 		return;
 	}
-	/* the news of a REVOKE may not have been read yet */
-	kvc_dispatch(e->kvc, eng_dispatch_event, e);
+	read_news(e);
 	if (r->revoked)
 		return;
 	if (!inc.bits)

@@ -37,6 +37,8 @@ int __real_kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link,
 				  u64 deadline_ns);
 int __wrap_kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link,
 				  u64 deadline_ns);
+int __real_pthread_mutex_trylock(pthread_mutex_t *m);
+int __wrap_pthread_mutex_trylock(pthread_mutex_t *m);
 
 static struct rig rig;
 static struct trace alone[2], traces[2];
@@ -44,6 +46,7 @@ static u32 prompt[2][PROMPT];
 static void (*on_begin)(void); /* once, when a step has begun */
 static bool nobody;	       /* there is no kvmd: who asks would wait for the timeout */
 static u32 nr_asked;	       /* calls that would have waited */
+static u32 nr_locked;	       /* so many tries find the library's lock taken */
 static bool stop_attach;
 static sem_t attaching, attach_on;
 
@@ -96,6 +99,15 @@ int __wrap_kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link,
 		sem_wait(&attach_on);
 	}
 	return __real_kvc_pool_attach_locked(pool, link, deadline_ns);
+}
+
+int __wrap_pthread_mutex_trylock(pthread_mutex_t *m)
+{
+	if (nr_locked) {
+		nr_locked--;
+		return EBUSY;
+	}
+	return __real_pthread_mutex_trylock(m);
 }
 
 static void kvmd_gone(void)
@@ -347,6 +359,40 @@ KVT_TEST(step_that_begins_while_another_thread_connects)
 	pthread_join(thread, NULL);
 	rig_run(e);
 	expect_both(SHORT + PROMPT);
+	KVT_EXPECT_EQ(incidents(), 0);
+	eng_engine_destroy(e);
+	rig_close(&rig);
+}
+
+/*
+ * P5: a row killed by REVOKE is an outcome, also when another thread is inside the library while
+ * the loop wants to read the news.
+ */
+KVT_TEST(revoke_is_no_incident_when_another_thread_has_the_lock)
+{
+	struct eng_engine *e = open_engine(2000);
+	struct kv_grant pages[8];
+	struct kvc_pool_info info;
+	struct eng_request *r;
+	char request[128];
+
+	trace_submit(e, &traces[0], prompt[0], SHORT, NEW, true);
+	r = trace_submit(e, &traces[1], prompt[1], PROMPT, NEW, true);
+	rig_turns(e, r, 5);
+	KVT_EXPECT_EQ(eng_request_pages(r, pages, 8), 3);
+	kvc_pool_get_info(eng_engine_pool(e), &info);
+	snprintf(request, sizeof(request),
+		 "{\"op\":\"evict\",\"target\":\"page\",\"pool\":%u,\"pfn\":%u,"
+		 "\"revoke\":true}",
+		 info.pool_id, pages[1].pfn);
+	cJSON_Delete(rig_admin(&rig, request));
+	nr_locked = 20;
+	rig_run(e);
+	KVT_EXPECT_EQ(nr_locked, 0);
+	for (u32 i = 0; i < 2; i++) {
+		KVT_EXPECT_STR(eng_finish_str(traces[i].res.finish), "length");
+		trace_expect_equal(&traces[i], &alone[i], "after REVOKE");
+	}
 	KVT_EXPECT_EQ(incidents(), 0);
 	eng_engine_destroy(e);
 	rig_close(&rig);
