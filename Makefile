@@ -238,6 +238,7 @@ $(foreach d,$(TEST_DIRS),$(eval $(call test_rule,$(d))))
 $(O)/tests/e2e/away: tsys-tests/e2e += $(addprefix -Wl$(,)--wrap=,kvc_step_begin kvc_seal kvc_lookup kvc_flush \
 	kvc_pool_attach_locked pthread_mutex_trylock)
 
+$(O)/tests/unit/model/table: tsys-tests/unit/model += $(addprefix -Wl$(,)--wrap=,kvc_alloc kvc_free kvc_lookup kvc_fork)
 
 # The tiers' tests stand on the core's made-up surroundings
 $(filter $(O)/tests/unit/tier/%,$(TEST_BINS)): $(O)/obj/tests/unit/own/common.o

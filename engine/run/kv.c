@@ -99,18 +99,20 @@ static u32 table_fork_last(struct eng_engine *e, struct eng_table *t,
  * @tokens: nr_tokens of the sequence
  * @ret_cached: tokens whose K/V need not be computed, less than nr_tokens
  *
+ * Of more tokens than one LOOKUP holds, the first of them are looked up.
  * Return: 0 (also when nothing was found); -ETIMEDOUT kvmd is away.
  */
 int eng_table_lookup(struct eng_engine *e, struct eng_table *t, const u32 *tokens,
 		     u32 nr_tokens, u32 *ret_cached)
 {
-	u32 nr = 0, whole = nr_tokens / KV_PAGE_TOKENS;
+	u32 nr = 0, nr_asked = KV_MIN(nr_tokens, KV_LOOKUP_MAX);
+	u32 whole = nr_asked / KV_PAGE_TOKENS;
 	int r;
 
 	*ret_cached = 0;
-	if (whole == 0 || nr_tokens > KV_LOOKUP_MAX)
+	if (whole == 0)
 		return 0;
-	r = kvc_lookup(e->pool, tokens, nr_tokens, KV_MIN(whole, t->cap), e->hits, &nr);
+	r = kvc_lookup(e->pool, tokens, nr_asked, KV_MIN(whole, t->cap), e->hits, &nr);
 	if (r == KV_MISS)
 		return 0;
 	if (r)
@@ -126,6 +128,33 @@ int eng_table_lookup(struct eng_engine *e, struct eng_table *t, const u32 *token
 		t->nr_sealed = i + 1;
 	}
 	*ret_cached = nr * KV_PAGE_TOKENS;
+	return 0;
+}
+
+/* Pages no table has: back in as many calls as it takes. */
+static void give_back(struct eng_engine *e, const struct kv_grant *grants, u32 nr)
+{
+	for (u32 i = 0; i < nr; i += KV_BATCH_MAX)
+		kvc_free(e->pool, grants + i, KV_MIN(nr - i, KV_BATCH_MAX));
+	if (nr)
+		e->frees_due = true;
+}
+
+/* A sequence may have more pages than one ALLOC gives. */
+static int alloc_all(struct eng_engine *e, u32 nr, u32 gfp)
+{
+	u32 got = 0;
+
+	while (got < nr) {
+		u32 n = KV_MIN(nr - got, KV_BATCH_MAX);
+		int r = kvc_alloc(e->pool, n, gfp, e->grants + got);
+
+		if (r) {
+			give_back(e, e->grants, got);
+			return r;
+		}
+		got += n;
+	}
 	return 0;
 }
 
@@ -145,7 +174,7 @@ int eng_table_grow(struct eng_engine *e, struct eng_table *t, u32 nr_pages, u32 
 		return 0;
 	nr = nr_pages - t->nr;
 	kv_assert(nr_pages <= t->cap && nr <= e->pages_max);
-	r = kvc_alloc(e->pool, nr, gfp, e->grants);
+	r = alloc_all(e, nr, gfp);
 	if (r)
 		return r;
 	if (e->inject.nr_want)
@@ -171,12 +200,9 @@ void eng_table_release(struct eng_engine *e, struct eng_table *t)
 		if (!(t->leases[i].flags & ENG_LEASE_GONE))
 			e->grants[nr++] = t->leases[i].grant;
 	}
-	for (u32 i = 0; i < nr; i += KV_BATCH_MAX)
-		kvc_free(e->pool, e->grants + i, KV_MIN(nr - i, KV_BATCH_MAX));
+	give_back(e, e->grants, nr);
 	if (t->has_fork_source)
-		kvc_free(e->pool, &t->fork_source, 1);
-	if (nr || t->has_fork_source)
-		e->frees_due = true;
+		give_back(e, &t->fork_source, 1);
 	t->nr = 0;
 	t->nr_sealed = 0;
 	t->has_fork_source = false;
