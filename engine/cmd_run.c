@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "engine/model/json.h"
 #include "engine/run/inject.h"
 
 #define INJECT_AFTER 4u /* tokens the victim has published before */
@@ -171,7 +172,7 @@ static cJSON *job_json(const struct run *run, const struct job *j)
 	eng_request_result(j->r, &res);
 	for (u32 i = 0; i < res.nr_tokens; i++)
 		cJSON_AddItemToArray(ids, cJSON_CreateNumber(res.tokens[i]));
-	cJSON_AddStringToObject(o, "text", j->text ? j->text : "");
+	eng_json_add_text(o, "text", j->text ? j->text : "", j->bytes);
 	cJSON_AddItemToObject(o, "token_ids", ids);
 	cJSON_AddStringToObject(o, "finish_reason", eng_finish_str(res.finish));
 	if (res.finish == ENG_FINISH_STALE) {

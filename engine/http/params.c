@@ -18,6 +18,7 @@
 
 #define MAX_TOKENS_DEFAULT 16u
 #define STOP_BYTES_MAX	   256u
+#define FIELDS_MAX	   64u
 
 struct parse {
 	struct eng_job_params *p;
@@ -307,12 +308,16 @@ static int take_field(struct parse *ps, const cJSON *v)
 static int take_all(struct parse *ps, const cJSON *root)
 {
 	const cJSON *v;
+	u32 nr = 0;
 	int rc;
 
 	if (!cJSON_IsObject(root))
 		return refuse(ps, "", "body: a JSON object is expected");
 	cJSON_ArrayForEach(v, root)
 	{
+		/* each is compared with all before it */
+		if (++nr > FIELDS_MAX)
+			return refuse(ps, "", "body: more than %u fields", FIELDS_MAX);
 		rc = take_field(ps, v);
 		if (rc)
 			return rc;
@@ -325,9 +330,11 @@ static int take_all(struct parse *ps, const cJSON *root)
 	return 0;
 }
 
-/* cJSON ends a string at an escaped NUL: the rest would be lost without a word. */
-static bool has_escaped_nul(const char *body, size_t nr_bytes)
+/* cJSON ends a string at a NUL, as it is or escaped: the rest would be lost without a word. */
+static bool has_nul(const char *body, size_t nr_bytes)
 {
+	if (memchr(body, 0, nr_bytes))
+		return true;
 	for (size_t i = 0; i + 6 <= nr_bytes; i++) {
 		if (body[i] != '\\')
 			continue;
@@ -350,8 +357,8 @@ int eng_params_parse(const char *body, size_t nr_bytes, const char *model_name,
 	int rc;
 
 	memset(err, 0, sizeof(*err));
-	if (has_escaped_nul(body, nr_bytes))
-		return refuse(&ps, "", "body: \\u0000 is not supported");
+	if (has_nul(body, nr_bytes))
+		return refuse(&ps, "", "body: NUL (\\u0000) is not supported");
 	root = cJSON_ParseWithLengthOpts(body, nr_bytes + 1, &end, true);
 	if (!root)
 		return refuse(&ps, "", "body: not JSON at byte %zu of %zu",

@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/model/json.h"
+
 static char *print_and_delete(cJSON *o)
 {
 	char *text = cJSON_PrintUnformatted(o);
@@ -104,8 +106,9 @@ bool eng_reply_end_error(const struct eng_reply_end *end, struct eng_api_error *
 	}
 }
 
+/* @text NULL: no choice. Return: NULL: out of memory. */
 static cJSON *completion_object(const struct eng_reply_head *h, const char *text,
-				const char *finish_reason)
+				size_t nr_bytes, const char *finish_reason)
 {
 	cJSON *o = cJSON_CreateObject(), *choices, *c;
 
@@ -118,7 +121,11 @@ static cJSON *completion_object(const struct eng_reply_head *h, const char *text
 		return o;
 	c = cJSON_CreateObject();
 	cJSON_AddNumberToObject(c, "index", 0);
-	cJSON_AddStringToObject(c, "text", text);
+	if (!eng_json_add_text(c, "text", text, nr_bytes)) {
+		cJSON_Delete(c);
+		cJSON_Delete(o);
+		return NULL;
+	}
 	cJSON_AddNullToObject(c, "logprobs");
 	add_text_or_null(c, "finish_reason", finish_reason);
 	cJSON_AddItemToArray(choices, c);
@@ -137,10 +144,12 @@ static void add_usage(cJSON *o, const struct eng_reply_end *end)
 }
 
 char *eng_reply_completion(const struct eng_reply_head *h, const char *text,
-			   const struct eng_reply_end *end)
+			   size_t nr_bytes, const struct eng_reply_end *end)
 {
-	cJSON *o = completion_object(h, text, eng_finish_str(end->finish));
+	cJSON *o = completion_object(h, text, nr_bytes, eng_finish_str(end->finish));
 
+	if (!o)
+		return NULL;
 	add_usage(o, end);
 	return print_and_delete(o);
 }
@@ -148,19 +157,15 @@ char *eng_reply_completion(const struct eng_reply_head *h, const char *text,
 char *eng_reply_chunk(const struct eng_reply_head *h, const char *text, size_t nr_bytes,
 		      const struct eng_reply_end *end)
 {
-	char *copy = strndup(text, nr_bytes);
-	cJSON *o;
+	cJSON *o = completion_object(h, text, nr_bytes,
+				     end ? eng_finish_str(end->finish) : "");
 
-	if (!copy)
-		return NULL;
-	o = completion_object(h, copy, end ? eng_finish_str(end->finish) : "");
-	free(copy);
-	return as_event(print_and_delete(o));
+	return o ? as_event(print_and_delete(o)) : NULL;
 }
 
 char *eng_reply_usage(const struct eng_reply_head *h, const struct eng_reply_end *end)
 {
-	cJSON *o = completion_object(h, NULL, "");
+	cJSON *o = completion_object(h, NULL, 0, "");
 
 	add_usage(o, end);
 	return as_event(print_and_delete(o));

@@ -36,11 +36,12 @@ char *eng_reply_error(const struct eng_api_error *err);
 /** eng_reply_end_error() - does this end need an error object? Fills @ret if so */
 bool eng_reply_end_error(const struct eng_reply_end *end, struct eng_api_error *ret);
 
-/** eng_reply_completion() - the whole answer of a request that does not stream */
+/** eng_reply_completion() - the whole answer of a request that does not stream; its text may
+ * hold NUL */
 char *eng_reply_completion(const struct eng_reply_head *h, const char *text,
-			   const struct eng_reply_end *end);
+			   size_t nr_bytes, const struct eng_reply_end *end);
 
-/** eng_reply_chunk() - one server-sent event; @end NULL: more follows */
+/** eng_reply_chunk() - one server-sent event; @end NULL: more follows; its text may hold NUL */
 char *eng_reply_chunk(const struct eng_reply_head *h, const char *text, size_t nr_bytes,
 		      const struct eng_reply_end *end);
 

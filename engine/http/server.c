@@ -155,21 +155,35 @@ static int stream_end(struct stream *st, const char *text, size_t nr,
 	return rc;
 }
 
+/* What the client may see from @from on, as many bytes as *@ret_nr; NUL may be among them. */
+static char *text_copy_locked(const struct eng_job *j, size_t from, size_t *ret_nr)
+{
+	size_t nr = j->nr_shown - from;
+	char *text = malloc(nr + 1);
+
+	if (!text)
+		return NULL;
+	if (nr)
+		memcpy(text, j->text + from, nr);
+	text[nr] = 0;
+	*ret_nr = nr;
+	return text;
+}
+
 /* Fill st->out with the next events. Return: 0; -EPIPE the client is gone; -ENOMEM. */
 static int stream_next(struct stream *st)
 {
 	struct eng_job *j = st->job;
 	struct eng_reply_end end;
 	bool ended, here;
-	size_t nr;
+	size_t nr = 0;
 	char *text;
 	int rc;
 
 	pthread_mutex_lock(&j->lock);
 	here = eng_job_wait_locked(j, st->nr_sent, false, st->fd, PEER_POLL_NS);
 	ended = j->ended;
-	nr = j->nr_shown - st->nr_sent;
-	text = strndup(j->text ? j->text + st->nr_sent : "", nr);
+	text = text_copy_locked(j, st->nr_sent, &nr);
 	end_of_locked(j, &end);
 	pthread_mutex_unlock(&j->lock);
 	st->nr_out = 0;
@@ -225,19 +239,21 @@ static enum MHD_Result respond_whole(struct MHD_Connection *c, struct stream *st
 	struct eng_api_error err;
 	struct eng_reply_end end;
 	enum MHD_Result rc = MHD_NO;
+	size_t nr = 0;
 	char *text;
 	bool here;
 
 	pthread_mutex_lock(&j->lock);
 	here = eng_job_wait_locked(j, st->nr_sent, true, st->fd, PEER_POLL_NS);
-	text = strndup(j->text ? j->text : "", j->nr_shown);
+	text = text_copy_locked(j, 0, &nr);
 	end_of_locked(j, &end);
 	pthread_mutex_unlock(&j->lock);
 	st->finished = here;
 	if (here && text && eng_reply_end_error(&end, &err))
 		rc = respond_error(c, &err);
 	else if (here && text)
-		rc = respond(c, MHD_HTTP_OK, eng_reply_completion(&st->head, text, &end),
+		rc = respond(c, MHD_HTTP_OK,
+			     eng_reply_completion(&st->head, text, nr, &end),
 			     "application/json");
 	free(text);
 	stream_free(st);

@@ -314,6 +314,68 @@ int eng_json_bool_or(const struct eng_json *j, const char *field, bool dflt, boo
 	return 0;
 }
 
+/* @text up to its first NUL as cJSON writes it, without the quotes. Return: 0; -ENOMEM. */
+static int put_quoted(FILE *f, const char *text)
+{
+	cJSON *v = cJSON_CreateStringReference(text);
+	char *quoted = v ? cJSON_PrintUnformatted(v) : NULL;
+
+	cJSON_Delete(v);
+	if (!quoted)
+		return -ENOMEM;
+	fwrite(quoted + 1, 1, strlen(quoted) - 2, f);
+	cJSON_free(quoted);
+	return 0;
+}
+
+/* @copy: @bytes of text and a NUL behind them. Return: a malloc'd JSON string, or NULL. */
+static char *quote(const char *copy, size_t bytes)
+{
+	char *raw = NULL;
+	size_t size, at = 0;
+	FILE *f = open_memstream(&raw, &size);
+	int r = f ? 0 : -ENOMEM;
+
+	if (f)
+		fputc('"', f);
+	while (!r) {
+		r = put_quoted(f, copy + at);
+		at += strlen(copy + at);
+		if (r || at == bytes)
+			break;
+		fputs("\\u0000", f);
+		at++;
+	}
+	if (f && !r)
+		fputc('"', f);
+	if (f && (ferror(f) | fclose(f)))
+		r = -ENOMEM;
+	if (!r)
+		return raw;
+	free(raw);
+	return NULL;
+}
+
+bool eng_json_add_text(cJSON *obj, const char *field, const char *text, size_t bytes)
+{
+	char *copy = malloc(bytes + 1), *raw = NULL;
+	bool ok = false;
+
+	if (!copy)
+		return false;
+	memcpy(copy, text, bytes);
+	copy[bytes] = 0;
+	if (!memchr(copy, 0, bytes)) {
+		ok = cJSON_AddStringToObject(obj, field, copy);
+	} else {
+		raw = quote(copy, bytes);
+		ok = raw && cJSON_AddRawToObject(obj, field, raw);
+	}
+	free(raw);
+	free(copy);
+	return ok;
+}
+
 int eng_json_only_str(const struct eng_json *j, const char *field, const char *only)
 {
 	const cJSON *v = eng_json_field(j, field);

@@ -82,6 +82,14 @@ int eng_json_double_or(const struct eng_json *j, const char *field, double min,
 		       double max, double dflt, double *ret);
 int eng_json_bool_or(const struct eng_json *j, const char *field, bool dflt, bool *ret);
 
+/**
+ * eng_json_add_text() - add a string field of text that a model wrote
+ * @text, @bytes: UTF-8; may hold NUL, at which cJSON would end the string
+ *
+ * Return: false: out of memory.
+ */
+bool eng_json_add_text(cJSON *obj, const char *field, const char *text, size_t bytes);
+
 /* The field must be absent, null or the string @only. Return: 0 or -ENOTSUP. */
 int eng_json_only_str(const struct eng_json *j, const char *field, const char *only);
 
