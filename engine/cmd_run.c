@@ -66,8 +66,6 @@ static void on_token(void *arg, struct eng_request *r, u32 token, float logprob)
 	if (j->first_ns == 0)
 		j->first_ns = kv_now_ns();
 	job_emit(j, j->out, eng_detok_push(&j->detok, token, j->out));
-	if (eng_stop_signal)
-		eng_request_abort(r);
 }
 
 static void on_done(void *arg, struct eng_request *r)
@@ -238,6 +236,33 @@ static int exit_code(const struct run *run)
 	return code;
 }
 
+static bool all_done(const struct run *run)
+{
+	struct eng_result res;
+
+	for (u32 i = 0; i < run->cli->nr_prompts; i++) {
+		eng_request_result(run->jobs[i].r, &res);
+		if (res.state != ENG_DONE)
+			return false;
+	}
+	return true;
+}
+
+/* A signal ends also what has no token yet: it may wait for pages for long. */
+static int run_to_end(struct run *run)
+{
+	int rc = 0;
+
+	while (rc >= 0 && !all_done(run)) {
+		for (u32 i = 0; i < run->cli->nr_prompts && eng_stop_signal; i++)
+			eng_request_abort(run->jobs[i].r);
+		rc = eng_engine_turn(run->h.e);
+		if (rc == 0 && !all_done(run))
+			eng_engine_wait(run->h.e, 50);
+	}
+	return rc < 0 ? rc : 0;
+}
+
 static int run_all(struct run *run)
 {
 	int rc = 0;
@@ -250,7 +275,7 @@ static int run_all(struct run *run)
 			rc = job_submit(run, i);
 	}
 	if (!rc)
-		rc = eng_engine_run(run->h.e);
+		rc = run_to_end(run);
 	if (rc) {
 		fprintf(stderr, "kv-engine: %s\n", strerror(-rc));
 		return ENG_EXIT_FAIL;

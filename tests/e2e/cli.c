@@ -7,26 +7,38 @@
 #include "tests/e2e/common.h"
 
 #include <cjson/cJSON.h>
+#include <fcntl.h>
 #include <limits.h>
+#include <spawn.h>
+
+extern char **environ;
 
 static char out[1u << 16];
+
+static void kv_engine_path(char *ret, size_t bytes)
+{
+	const char *build = getenv("KV_BUILD");
+	char exe[PATH_MAX];
+	ssize_t n = readlink("/proc/self/exe", exe, sizeof(exe) - 1);
+
+	exe[n < 0 ? 0 : n] = 0;
+	for (int i = 0; i < 3; i++)
+		*strrchr(exe, '/') = 0; /* build/tests/e2e/cli */
+	snprintf(ret, bytes, "%.3000s/kv-engine", build ? build : exe);
+}
 
 /* Run kv-engine with @args (a shell fragment) and keep what it said. Return: exit code.
  */
 static int engine(const char *args)
 {
-	char cmd[3 * PATH_MAX], exe[PATH_MAX];
-	const char *build = getenv("KV_BUILD");
-	ssize_t n = readlink("/proc/self/exe", exe, sizeof(exe) - 1);
+	char cmd[3 * PATH_MAX], path[PATH_MAX];
 	size_t used = 0, r;
 	FILE *f;
 	int status;
 
-	exe[n < 0 ? 0 : n] = 0;
-	for (int i = 0; i < 3; i++)
-		*strrchr(exe, '/') = 0; /* build/tests/e2e/cli */
-	snprintf(cmd, sizeof(cmd), "M=%.3000s; %.3000s/kv-engine %.3000s 2>&1",
-		 rig_models_dir(), build ? build : exe, args);
+	kv_engine_path(path, sizeof(path));
+	snprintf(cmd, sizeof(cmd), "M=%.3000s; %.3000s %.3000s 2>&1", rig_models_dir(),
+		 path, args);
 	f = popen(cmd, "r");
 	KVT_EXPECT(f);
 	while ((r = fread(out + used, 1, sizeof(out) - 1 - used, f)) > 0)
@@ -174,6 +186,92 @@ KVT_TEST(refusals_name_what_is_wrong)
 				 bad[i].code, out);
 		KVT_EXPECT_HAS(out, bad[i].text);
 	}
+}
+
+/* A full disk takes nothing: that is no success. */
+KVT_TEST(output_that_gets_lost_is_a_failure)
+{
+	static const char *const args[] = {
+		"version",
+		"--help",
+		"run --help",
+		"run --model $M/tiny-k2 --prompt x --max-tokens 2",
+		"run --model $M/tiny-k2 --prompt x --max-tokens 2 --json",
+	};
+	char line[300];
+
+	for (size_t i = 0; i < KV_ARRAY_SIZE(args); i++) {
+		KVT_EXPECT_EQ(engine(args[i]), 0);
+		snprintf(line, sizeof(line), "%s >/dev/full", args[i]);
+		if (engine(line) != 1)
+			KVT_FAIL("%s: a full disk went unnoticed", args[i]);
+	}
+}
+
+/* kv-engine run beside an engine that has all pages. Return: its pid. */
+static pid_t start_run(const struct rig *rig, char *path, const char *log)
+{
+	char model[PATH_MAX];
+	const char *argv[] = {
+		path,	"run", "--model",  model,	"--socket", rig->kvmd.socket_path,
+		"--kv", "fp8", "--prompt", "The table", NULL};
+	posix_spawn_file_actions_t actions;
+	pid_t pid;
+
+	snprintf(model, sizeof(model), "%.3000s/tiny-k2", rig_models_dir());
+	posix_spawn_file_actions_init(&actions);
+	posix_spawn_file_actions_addopen(&actions, 2, log, O_WRONLY | O_CREAT, 0600);
+	KVT_EXPECT_EQ(
+		posix_spawn(&pid, path, &actions, NULL, (char *const *)argv, environ), 0);
+	posix_spawn_file_actions_destroy(&actions);
+	return pid;
+}
+
+static double refusals(struct rig *rig)
+{
+	cJSON *reply = rig_admin(rig, "{\"op\":\"vmstat\"}");
+	double n = number(cJSON_GetObjectItem(reply, "vmstat"), "full_refusals");
+
+	cJSON_Delete(reply);
+	return n;
+}
+
+/* Its request has no token yet and may not have one for long. */
+KVT_TEST(signal_ends_a_run_that_waits_for_pages)
+{
+	const char *args[] = {"--host-bytes", "4MiB", NULL};
+	char path[PATH_MAX], log[200], said[500] = "";
+	struct kv_grant page;
+	struct eng_engine *e;
+	struct rig rig;
+	double before;
+	int status;
+	pid_t pid;
+	FILE *f;
+
+	kv_engine_path(path, sizeof(path));
+	rig_kvmd(&rig, args);
+	rig_model(&rig, "tiny-k2", ENG_WEIGHTS_AS_IS);
+	e = rig_engine(&rig, NULL);
+	while (kvc_alloc(eng_engine_pool(e), 1, KV_GFP_NOWAIT, &page) == 0)
+		continue;
+	before = refusals(&rig);
+	snprintf(log, sizeof(log), "%s/run.log", rig.kvmd.dir);
+	pid = start_run(&rig, path, log);
+	while (refusals(&rig) <= before) {
+		KVT_EXPECT_EQ(waitpid(pid, &status, WNOHANG), 0);
+		kvc_dispatch(eng_engine_kvc(e), NULL, NULL);
+		usleep(5000);
+	}
+	kill(pid, SIGTERM);
+	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	f = fopen(log, "r");
+	KVT_EXPECT(f && fgets(said, sizeof(said), f));
+	fclose(f);
+	KVT_EXPECT_HAS(said, "prompt 0 ended in abort");
+	KVT_EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 1);
+	eng_engine_destroy(e);
+	rig_close(&rig);
 }
 
 KVT_MAIN()
