@@ -239,6 +239,9 @@ $(O)/tests/e2e/away: tsys-tests/e2e += $(addprefix -Wl$(,)--wrap=,kvc_step_begin
 	kvc_pool_attach_locked pthread_mutex_trylock)
 
 $(O)/tests/unit/model/table: tsys-tests/unit/model += $(addprefix -Wl$(,)--wrap=,kvc_alloc kvc_free kvc_lookup kvc_fork)
+$(O)/tests/unit/model/job: tsys-tests/unit/model += $(addprefix -Wl$(,)--wrap=,eng_request_submit \
+	eng_request_result eng_request_free eng_request_abort eng_request_stop kvc_prefetch kvc_info realloc \
+	clock_gettime)
 
 # The tiers' tests stand on the core's made-up surroundings
 $(filter $(O)/tests/unit/tier/%,$(TEST_BINS)): $(O)/obj/tests/unit/own/common.o

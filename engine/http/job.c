@@ -68,13 +68,17 @@ void eng_job_put(struct eng_job *j)
 static void job_prefetch(struct eng_jobs *q, const struct eng_job *j)
 {
 	u32 nr = 0, nr_ids = KV_MIN(j->p.nr_ids, KV_LOOKUP_MAX);
+	struct kvc_info now;
 
-	if (__atomic_load_n(&q->no_tier, __ATOMIC_RELAXED) || nr_ids < KV_PAGE_TOKENS)
+	if (nr_ids < KV_PAGE_TOKENS)
+		return;
+	kvc_info(eng_engine_kvc(q->engine), &now);
+	if (__atomic_load_n(&q->no_tier, __ATOMIC_RELAXED) == now.table_epoch)
 		return;
 	/* A miss, a full pool, a daemon that is away: the request computes what it lacks. */
 	if (kvc_prefetch(eng_engine_pool(q->engine), j->p.ids, nr_ids,
 			 nr_ids / KV_PAGE_TOKENS, &nr) == -EOPNOTSUPP)
-		__atomic_store_n(&q->no_tier, true, __ATOMIC_RELAXED);
+		__atomic_store_n(&q->no_tier, now.table_epoch, __ATOMIC_RELAXED);
 }
 
 int eng_jobs_push(struct eng_jobs *q, struct eng_job *j)
@@ -122,13 +126,11 @@ bool eng_job_wait_locked(struct eng_job *j, size_t nr_seen, bool whole, int fd,
 				return false;
 			look = now + look_ns;
 		}
-		clock_gettime(CLOCK_REALTIME, &ts);
-		ts.tv_nsec += (long)look_ns;
-		if (ts.tv_nsec >= (long)KV_NSEC_PER_SEC) {
-			ts.tv_nsec -= (long)KV_NSEC_PER_SEC;
-			ts.tv_sec++;
-		}
-		if (pthread_cond_timedwait(&j->changed, &j->lock, &ts) != ETIMEDOUT &&
+		/* not by the wall's clock, which may be set back */
+		ts.tv_sec = (time_t)((now + look_ns) / KV_NSEC_PER_SEC);
+		ts.tv_nsec = (long)((now + look_ns) % KV_NSEC_PER_SEC);
+		if (pthread_cond_clockwait(&j->changed, &j->lock, CLOCK_MONOTONIC, &ts) !=
+			    ETIMEDOUT &&
 		    KV_MUTANT(disconnect_seen_only_when_idle))
 			look = kv_now_ns() + look_ns;
 	}
@@ -161,8 +163,12 @@ static void job_text(struct eng_job *j, const char *bytes, size_t nr, bool last)
 {
 	bool stopped;
 
-	if (j->stopped || text_reserve(j, nr))
+	if (j->stopped || j->failed)
 		return;
+	if (text_reserve(j, nr)) {
+		j->failed = true; /* an answer without a part of its text is none */
+		return;
+	}
 	memcpy(j->text + j->nr_text, bytes, nr);
 	j->nr_text += nr;
 	j->text[j->nr_text] = 0;
@@ -177,15 +183,18 @@ static void on_token(void *arg, struct eng_request *r, u32 token, float logprob)
 {
 	struct eng_job *j = arg;
 	size_t nr = eng_detok_push(&j->detok, token, j->scratch);
-	bool stopped;
+	bool stopped, failed;
 
 	pthread_mutex_lock(&j->lock);
 	j->nr_tokens++;
 	job_text(j, j->scratch, nr, false);
 	stopped = j->stopped;
+	failed = j->failed;
 	pthread_cond_signal(&j->changed);
 	pthread_mutex_unlock(&j->lock);
-	if (stopped)
+	if (failed)
+		eng_request_abort(r);
+	else if (stopped)
 		eng_request_stop(r);
 }
 
@@ -206,15 +215,20 @@ static void on_done(void *arg, struct eng_request *r)
 	struct eng_job *j = arg;
 	size_t nr = eng_detok_flush(&j->detok, j->scratch);
 	struct eng_result res;
+	bool failed;
 
 	eng_request_result(r, &res);
 	pthread_mutex_lock(&j->lock);
 	job_text(j, j->scratch, nr, true);
 	j->nr_cached = res.nr_cached;
 	j->bad_bits = res.bad_bits;
+	failed = j->failed;
 	pthread_mutex_unlock(&j->lock);
 	eng_request_free(r);
-	job_end(j, res.finish, res.code);
+	if (failed)
+		job_end(j, ENG_FINISH_ERROR, -ENOMEM);
+	else
+		job_end(j, res.finish, res.code);
 }
 
 static void job_submit(struct eng_jobs *q, struct eng_job *j)

@@ -62,6 +62,7 @@ struct eng_job {
 	size_t cap;
 	u32 nr_tokens;
 	bool stopped;
+	bool failed; /* no memory for more text */
 	bool ended;
 	enum eng_finish finish;
 	int code;
@@ -72,15 +73,15 @@ struct eng_job {
 
 /**
  * struct eng_jobs - the bounded queue between HTTP threads and the loop
- * @no_tier: kvmd said that it has no tier: prompts are not prefetched any more. HTTP
- *	threads set it
+ * @no_tier: the kvmd of this table_epoch said that it has no tier: prompts are not prefetched
+ *	while it is the one; the next may have one. HTTP threads set it
  */
 struct eng_jobs {
 	pthread_mutex_t lock;
 	struct list_node queue;
 	u32 nr_queued;
 	bool closed;
-	bool no_tier;
+	u64 no_tier;
 	struct list_node active; /* loop only */
 	struct eng_engine *engine;
 	const struct eng_tokenizer *tok;
