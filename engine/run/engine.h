@@ -71,7 +71,8 @@ enum eng_finish {
  * @chunk_tokens: most prompt tokens in a step (256)
  * @waiting_max: most requests in the queue (256)
  * @length_max: most tokens of a sequence; 0 = the model's positions
- * @admit_ms: a waiting request without prospect of pages ends after this (30,000)
+ * @admit_ms: a waiting request without prospect of pages ends after this (30,000), counted from
+ *	when it came, or from when another was admitted or gave its pages back
  * @timeout_ms: most that a call to kvmd waits (5,000)
  * @kv_scales: FP8_S: static scales in struct kv_layout's order; NULL = the model's own
  * @no_prefix: look nothing up

@@ -267,6 +267,7 @@ struct eng_engine {
 	bool frees_due;	    /* kvc_flush() has something to send */
 	bool away;	    /* the connection to kvmd is lost and not made again */
 	u64 quiet_until_ns; /* kvmd did not answer: see eng_kvmd_away() */
+	u64 moved_ns;	    /* a request was last admitted, or left the running ones */
 	struct list_node waiting; /* by id */
 	struct list_node running; /* by id */
 	struct list_node done;

@@ -32,7 +32,8 @@ static void admit_refused(struct eng_engine *e, struct eng_request *r, u32 nr_pa
 			  int rc)
 {
 	u64 now_ns = kv_now_ns();
-	u64 waited_ns = now_ns - r->waiting_since_ns;
+	/* In the queue behind others, who do get pages, nobody is without prospect of them. */
+	u64 waited_ns = now_ns - KV_MAX(r->waiting_since_ns, e->moved_ns);
 	bool outcome = rc == KV_FULL || rc == KV_QUOTA || rc == KV_PENDING;
 
 	if (!outcome && rc != -ETIMEDOUT) {
@@ -65,6 +66,7 @@ static void run_request(struct eng_engine *e, struct eng_request *r)
 	}
 	list_add_tail(at, &r->node);
 	e->nr_running++;
+	e->moved_ns = kv_now_ns();
 	r->state = ENG_PREFILL;
 	eng_stat_set(e->stats.waiting, e->nr_waiting);
 	eng_stat_set(e->stats.running, e->nr_running);

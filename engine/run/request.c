@@ -158,10 +158,12 @@ static void leave_list(struct eng_request *r)
 	struct eng_engine *e = r->e;
 
 	list_del(&r->node);
-	if (r->state == ENG_WAITING)
+	if (r->state == ENG_WAITING) {
 		e->nr_waiting--;
-	else if (r->state != ENG_DONE)
+	} else if (r->state != ENG_DONE) {
 		e->nr_running--;
+		e->moved_ns = kv_now_ns();
+	}
 	eng_stat_set(e->stats.waiting, e->nr_waiting);
 	eng_stat_set(e->stats.running, e->nr_running);
 }

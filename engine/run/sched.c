@@ -25,6 +25,7 @@ void eng_sched_preempt(struct eng_request *r)
 	kv_assert(r->state == ENG_PREFILL || r->state == ENG_DECODE);
 	list_del(&r->node);
 	e->nr_running--;
+	e->moved_ns = kv_now_ns();
 	eng_inject_forget(e, r);
 	eng_table_release(e, &r->table);
 	r->nr_preempted++;

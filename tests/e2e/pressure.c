@@ -179,6 +179,46 @@ KVT_TEST(no_pages_ends_in_an_outcome)
 	rig_close(&rig);
 }
 
+/* Who stood in the queue for longer than that has not asked for pages yet: no reason to end it
+ * when the first answer is that there are none at the moment. */
+KVT_TEST(time_in_the_queue_is_no_time_without_pages)
+{
+	struct eng_options opt = {.kv = ENG_KV_FP8,
+				  .no_seal = true,
+				  .no_prefix = true,
+				  .batch_max = 1,
+				  .admit_ms = 1500};
+	struct kv_grant held[64];
+	struct eng_request *r;
+	struct eng_result res;
+	struct eng_engine *e, *other;
+	u32 nr = 0;
+
+	open_small("2MiB");
+	other = rig_engine(&rig, &opt);
+	e = rig_engine(&rig, &opt);
+	trace_submit(e, &t[0], prompts[0], 20, 10, true);
+	r = trace_submit(e, &t[1], prompts[1], PROMPT, 4, true);
+	while (t[0].nr < 5)
+		KVT_EXPECT(eng_engine_turn(e) >= 0);
+	usleep(1600000);
+	while (nr < 64 &&
+	       kvc_alloc(eng_engine_pool(other), 1, KV_GFP_NOWAIT, &held[nr]) == 0)
+		nr++;
+	while (!t[0].done)
+		KVT_EXPECT(eng_engine_turn(e) >= 0);
+	KVT_EXPECT_EQ(eng_engine_turn(e), 0); /* refused */
+	eng_request_result(r, &res);
+	KVT_EXPECT_STR(eng_state_str(res.state), "waiting");
+	KVT_EXPECT_EQ(kvc_free(eng_engine_pool(other), held, nr), 0);
+	KVT_EXPECT_EQ(kvc_flush(eng_engine_kvc(other)), 0);
+	rig_run(e);
+	KVT_EXPECT_EQ(t[1].res.finish, ENG_FINISH_LENGTH);
+	eng_engine_destroy(e);
+	eng_engine_destroy(other);
+	rig_close(&rig);
+}
+
 /* Pages are coming, but not before a step of somebody else retires, and it never does: that
  * is an outcome as well, also for a request that runs. */
 KVT_TEST(pending_for_long_ends_in_an_outcome)
