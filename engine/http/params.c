@@ -29,6 +29,20 @@ struct parse {
 	bool has_seed;
 };
 
+/* What was cut may end inside a character, and goes into an answer that is JSON. */
+static void make_utf8(char *text, size_t size)
+{
+	char out[3 * (sizeof(((struct eng_api_error *)0)->message) + 3)];
+	struct eng_detok d = {0};
+	size_t n = eng_utf8_push(&d, text, strlen(text), out);
+
+	n += eng_detok_flush(&d, out + n);
+	if (n >= size)
+		n = eng_utf8_prefix(out, size - 1);
+	memcpy(text, out, n);
+	text[n] = 0;
+}
+
 __attribute__((format(printf, 3, 4))) static int
 refuse(struct parse *ps, const char *param, const char *fmt, ...)
 {
@@ -40,6 +54,8 @@ refuse(struct parse *ps, const char *param, const char *fmt, ...)
 	va_start(ap, fmt);
 	vsnprintf(ps->err->message, sizeof(ps->err->message), fmt, ap);
 	va_end(ap);
+	make_utf8(ps->err->param, sizeof(ps->err->param));
+	make_utf8(ps->err->message, sizeof(ps->err->message));
 	return -EINVAL;
 }
 
@@ -353,10 +369,16 @@ int eng_params_parse(const char *body, size_t nr_bytes, const char *model_name,
 		.max_tokens = MAX_TOKENS_DEFAULT, .temperature = 1, .top_p = 1};
 	struct parse ps = {.p = &p, .model_name = model_name, .m = m, .err = err};
 	const char *end = body;
+	size_t nr_utf8;
 	cJSON *root;
 	int rc;
 
 	memset(err, 0, sizeof(*err));
+	/* cJSON does not look: a stop string could end a text inside a character */
+	nr_utf8 = eng_utf8_prefix(body, nr_bytes);
+	if (nr_utf8 < nr_bytes)
+		return refuse(&ps, "", "body: not UTF-8 at byte %zu of %zu", nr_utf8,
+			      nr_bytes);
 	if (has_nul(body, nr_bytes))
 		return refuse(&ps, "", "body: NUL (\\u0000) is not supported");
 	root = cJSON_ParseWithLengthOpts(body, nr_bytes + 1, &end, true);

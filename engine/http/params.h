@@ -36,6 +36,7 @@ struct eng_api_error {
  * stream_options.include_usage, user. Others are refused by name, unless they carry the value
  * that changes nothing (null, echo=false, best_of=1, penalties 0).
  *
+ * All of @err is UTF-8.
  * Return: 0; -EINVAL refused; -ENOMEM.
  */
 int eng_params_parse(const char *body, size_t nr_bytes, const char *model_name,

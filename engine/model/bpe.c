@@ -273,7 +273,7 @@ static int encode_plain(struct enc *e, const char *text, size_t len)
 	int r = 0;
 
 	while (len && !r) {
-		size_t n = tok_valid_prefix(text, len);
+		size_t n = eng_utf8_prefix(text, len);
 
 		if (n)
 			r = encode_split(e, 0, text, n);

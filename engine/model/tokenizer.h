@@ -107,4 +107,7 @@ size_t eng_detok_flush(struct eng_detok *d, char *out);
  */
 size_t eng_utf8_push(struct eng_detok *d, const char *bytes, size_t nr_bytes, char *out);
 
+/** eng_utf8_prefix() - Return: bytes of @text up to the first that is not UTF-8 */
+size_t eng_utf8_prefix(const char *text, size_t len);
+
 #endif

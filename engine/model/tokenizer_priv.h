@@ -70,7 +70,4 @@ u32 tok_find_bytes(const struct eng_tokenizer *tok, const char *bytes, size_t le
 const struct tok_merge *tok_find_merge(const struct eng_tokenizer *tok, u32 left,
 				       u32 right);
 
-/** tok_valid_prefix() - Return: bytes of @text up to the first that is not UTF-8 */
-size_t tok_valid_prefix(const char *text, size_t len);
-
 #endif

@@ -36,7 +36,7 @@ static bool utf8_follows(const u8 *pending, u32 nr, u8 b)
 	return b >= low && b <= high;
 }
 
-size_t tok_valid_prefix(const char *text, size_t len)
+size_t eng_utf8_prefix(const char *text, size_t len)
 {
 	const u8 *p = (const u8 *)text;
 	size_t at = 0;

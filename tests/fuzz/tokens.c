@@ -18,7 +18,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
 	whole_nr = eng_utf8_push(&d, (const char *)data, bytes, whole);
 	whole_nr += eng_detok_flush(&d, whole + whole_nr);
 	FUZZ_CHECK(whole_nr <= room);
-	FUZZ_CHECK(tok_valid_prefix(whole, whole_nr) == whole_nr);
+	FUZZ_CHECK(eng_utf8_prefix(whole, whole_nr) == whole_nr);
 	eng_detok_init(&d, NULL, false);
 	while (at < bytes) {
 		/* the byte itself says how long the next piece is */
@@ -27,7 +27,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
 		n = KV_MAX(n, (size_t)1);
 		split_nr +=
 			eng_utf8_push(&d, (const char *)data + at, n, split + split_nr);
-		FUZZ_CHECK(tok_valid_prefix(split, split_nr) == split_nr);
+		FUZZ_CHECK(eng_utf8_prefix(split, split_nr) == split_nr);
 		at += n;
 	}
 	split_nr += eng_detok_flush(&d, split + split_nr);

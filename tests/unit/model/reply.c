@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * reply.c - bodies of the HTTP server, in and out: text is not lost at a NUL, and the number of
- * fields has a bound.
+ * reply.c - bodies of the HTTP server, in and out: text is not lost at a NUL, all is UTF-8, and
+ * the number of fields has a bound.
  */
 #include "engine/http/reply.h"
 #include "tests/unit/model/modeldir.h"
@@ -114,6 +114,66 @@ KVT_TEST(many_fields_are_refused)
 			eng_job_params_free(&p);
 		else
 			KVT_EXPECT_HAS(err.message, "64 fields");
+	}
+}
+
+/* JSON is UTF-8: a stop string of half a character would cut others in two. */
+KVT_TEST(body_that_is_not_utf8_is_refused)
+{
+	static const struct {
+		const char *body;
+		size_t bytes;
+	} bad[] = {
+		BODY("{\"prompt\":[1],\"stop\":\"\xa9\"}"),
+		BODY("{\"prompt\":[1],\"stop\":\"\xc3\"}"),
+		BODY("{\"prompt\":\"\xff\"}"),
+		BODY("{\"prompt\":[1],\"\xed\xa0\x80\":null}"),
+		BODY("{\"prompt\":[1]}\xe2\x82"),
+	};
+	static const char good[] = "{\"prompt\":[1],\"stop\":\"\xc3\xa9\"}";
+	struct eng_job_params p;
+	struct eng_api_error err;
+
+	for (size_t i = 0; i < KV_ARRAY_SIZE(bad); i++) {
+		KVT_EXPECT_EQ(parse(bad[i].body, bad[i].bytes, &p, &err), -EINVAL);
+		KVT_EXPECT_EQ(err.status, 400);
+		KVT_EXPECT_HAS(err.message, "not UTF-8 at byte");
+	}
+	KVT_EXPECT_EQ(parse(good, strlen(good), &p, &err), 0);
+	eng_job_params_free(&p);
+}
+
+static void expect_utf8(const char *text)
+{
+	KVT_EXPECT_EQ(eng_utf8_prefix(text, strlen(text)), strlen(text));
+}
+
+/* What a message repeats of a request is cut somewhere, but not inside a character. */
+KVT_TEST(refusals_are_utf8)
+{
+	static const char *const chars[] = {"\xc3\xa9", "\xe2\x82\xac",
+					    "\xf0\x9f\x98\x80"};
+	static const char *const forms[] = {
+		"{\"prompt\":[1],\"%s\":1}",
+		"{\"prompt\":[1],\"%s\":null,\"%s\":null}",
+		"{\"prompt\":[1],\"stream_options\":{\"%s\":1}}",
+		"{\"prompt\":[1],\"model\":\"%s\"}",
+	};
+	struct eng_job_params p;
+	struct eng_api_error err;
+	char name[400], body[1000];
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(chars) * KV_ARRAY_SIZE(forms) * 4; i++) {
+		const char *form = forms[i / 4 % KV_ARRAY_SIZE(forms)];
+		char *at = name + sprintf(name, "%.*s", (int)(i % 4), "xyz");
+
+		while (at < name + 200)
+			at += sprintf(at, "%s", chars[i / 4 / KV_ARRAY_SIZE(forms)]);
+		snprintf(body, sizeof(body), form, name, name);
+		KVT_EXPECT_EQ(parse(body, strlen(body), &p, &err), -EINVAL);
+		KVT_EXPECT(err.status && err.message[0]);
+		expect_utf8(err.message);
+		expect_utf8(err.param);
 	}
 }
 
