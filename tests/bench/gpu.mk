@@ -13,8 +13,8 @@ ifeq ($(CONFIG_CUDA),y)
 # 1: 4.5 MB in 5 s of a CPU; 6: 3.9 MB in 50 s. Programs that share kernels lie within the dictionary
 BUNDLE_XZ ?= 1
 GB := $(O)/bundle/kvmd-gpu
-# what the GPU tests start is there as well
-GB_TESTS := $(sort $(GPU_TESTS) $(patsubst %.c,$(O)/%,$(filter-out %/common.c %/common_raw.c %/bench.c,\
+# what the GPU tests start is there as well; not away, whose --wrap would be everybody's
+GB_TESTS := $(sort $(GPU_TESTS) $(patsubst %.c,$(O)/%,$(filter-out %/common.c %/common_raw.c %/bench.c %/away.c,\
 	$(wildcard tests/ipc/*.c tests/e2e/*.c))))
 GB_MAINS := $(GB_TESTS:$(O)/tests/%=$(O)/bundle/obj/%.o)
 GB_COMMON := $(patsubst %,$(O)/obj/tests/%.o,kernels/common ipc/common ipc/common_raw e2e/common)
