@@ -356,6 +356,8 @@ static void flush_frees(struct eng_engine *e)
 		return;
 	if (e->nr_running && eng_kvmd_away(e))
 		return;
+	if (!e->nr_running && kv_now_ns() < e->quiet_until_ns)
+		return; /* nothing to do: do not knock all the time */
 	/* this connects again, too: kvmd waits for every session of before it was restarted */
 	rc = eng_kvmd_note(e, kvc_flush(e->kvc));
 	/* what could not be sent is still ours, and charged */
