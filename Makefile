@@ -235,7 +235,7 @@ endef
 $(foreach d,$(TEST_DIRS),$(eval $(call test_rule,$(d))))
 
 # What these tests put between an engine and its library
-$(O)/tests/e2e/away: tsys-tests/e2e += $(addprefix -Wl$(,)--wrap=,kvc_step_begin kvc_seal kvc_lookup kvc_flush \
+$(O)/tests/e2e/away: tsys-tests/e2e += $(addprefix -Wl$(,)--wrap=,kvc_step_begin kvc_alloc kvc_seal kvc_lookup kvc_flush \
 	kvc_pool_attach_locked pthread_mutex_trylock)
 
 $(O)/tests/unit/model/table: tsys-tests/unit/model += $(addprefix -Wl$(,)--wrap=,kvc_alloc kvc_free kvc_lookup kvc_fork)

@@ -6,7 +6,8 @@
  * When none is to be had the youngest running request gives its pages back and is
  * computed again later. The oldest one is never a victim of another, so it always makes
  * progress. Alone and still without a page (other engines hold the rest), a request steps
- * back after a moment and asks for its whole length next time (prefill.c).
+ * back after a moment and asks for its whole length next time (prefill.c). While kvmd is away
+ * who needs a page keeps what it has and waits; those with room go on.
  */
 #include "engine/run/internal.h"
 
@@ -16,6 +17,7 @@
 
 #define STARVE_NS	 (20 * KV_NSEC_PER_MSEC)
 #define RETRY_PENDING_NS (KV_NSEC_PER_MSEC / 2)
+#define RETRY_AWAY_NS	 (10 * KV_NSEC_PER_MSEC)
 
 static struct eng_request *youngest(struct eng_engine *e)
 {
@@ -63,8 +65,12 @@ static bool pending_too_long(struct eng_engine *e, struct eng_request *r)
 /* The page may come from the magazine, from kvmd, or from a younger request. */
 static int get_page(struct eng_engine *e, struct eng_request *r, u32 nr_pages)
 {
-	int rc = eng_table_grow(e, &r->table, nr_pages, KV_GFP_NOWAIT);
+	int rc;
 
+	/* The magazine is empty: who asks again waits for the same timeout. */
+	if (e->no_stock && eng_kvmd_away(e))
+		return -ETIMEDOUT;
+	rc = eng_table_grow(e, &r->table, nr_pages, KV_GFP_NOWAIT);
 	if (rc == KV_FULL)
 		rc = eng_table_grow(e, &r->table, nr_pages, KV_GFP_PREFILL);
 	while ((rc == KV_FULL || rc == KV_QUOTA) && youngest(e) != r) {
@@ -72,7 +78,8 @@ static int get_page(struct eng_engine *e, struct eng_request *r, u32 nr_pages)
 		kvc_flush(e->kvc);
 		rc = eng_table_grow(e, &r->table, nr_pages, KV_GFP_NOWAIT);
 	}
-	return rc;
+	e->no_stock = rc == -ETIMEDOUT;
+	return eng_kvmd_note(e, rc);
 }
 
 /**
@@ -95,14 +102,15 @@ bool eng_decode_slot(struct eng_engine *e, struct eng_request *r)
 		r->starved_since_ns = 0;
 		return true;
 	case KV_PENDING: /* coming: waiting is cheaper than computing again */
+	case -ETIMEDOUT:
 		if (pending_too_long(e, r))
 			starved(e, r);
 		else
-			retry_at(e, kv_now_ns() + RETRY_PENDING_NS);
+			retry_at(e, kv_now_ns() +
+					    (rc < 0 ? RETRY_AWAY_NS : RETRY_PENDING_NS));
 		return false;
 	case KV_FULL:
 	case KV_QUOTA:
-	case -ETIMEDOUT:
 		starved(e, r);
 		return false;
 	default:

@@ -354,7 +354,7 @@ static void flush_frees(struct eng_engine *e)
 
 	if (!e->frees_due && !e->away)
 		return;
-	if (e->nr_running && eng_kvmd_away(e))
+	if (e->nr_running && e->step.nr_seqs && eng_kvmd_away(e))
 		return;
 	if (!e->nr_running && kv_now_ns() < e->quiet_until_ns)
 		return; /* nothing to do: do not knock all the time */

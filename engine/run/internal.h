@@ -266,6 +266,7 @@ struct eng_engine {
 	u64 retry_ns;	    /* earliest time a turn may succeed again; 0 = at once */
 	bool frees_due;	    /* kvc_flush() has something to send */
 	bool away;	    /* the connection to kvmd is lost and not made again */
+	bool no_stock;	    /* it is away, and so is the last page of the magazine */
 	u64 quiet_until_ns; /* kvmd did not answer: see eng_kvmd_away() */
 	u64 moved_ns;	    /* a request was last admitted, or left the running ones */
 	struct list_node waiting; /* by id */

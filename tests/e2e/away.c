@@ -31,6 +31,10 @@ int __real_kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr
 		      uint32_t max_pages, struct kv_hit *ret_hits, uint32_t *ret_nr);
 int __wrap_kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr_tokens,
 		      uint32_t max_pages, struct kv_hit *ret_hits, uint32_t *ret_nr);
+int __real_kvc_alloc(struct kvc_pool *pool, uint32_t nr, uint32_t gfp,
+		     struct kv_grant *ret_pages);
+int __wrap_kvc_alloc(struct kvc_pool *pool, uint32_t nr, uint32_t gfp,
+		     struct kv_grant *ret_pages);
 int __real_kvc_flush(struct kvc *c);
 int __wrap_kvc_flush(struct kvc *c);
 int __real_kvc_pool_attach_locked(struct kvc_pool *pool, struct kvc_link *link,
@@ -45,6 +49,7 @@ static struct trace alone[2], traces[2];
 static u32 prompt[2][PROMPT];
 static void (*on_begin)(void); /* once, when a step has begun */
 static bool nobody;	       /* there is no kvmd: who asks would wait for the timeout */
+static bool no_pages;	       /* nor is there one in the magazine */
 static u32 nr_asked;	       /* calls that would have waited */
 static u32 nr_locked;	       /* so many tries find the library's lock taken */
 static bool stop_attach;
@@ -83,6 +88,14 @@ int __wrap_kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr
 	return __real_kvc_lookup(pool, tokens, nr_tokens, max_pages, ret_hits, ret_nr);
 }
 
+int __wrap_kvc_alloc(struct kvc_pool *pool, uint32_t nr, uint32_t gfp,
+		     struct kv_grant *ret_pages)
+{
+	if (no_pages)
+		return asked_in_vain();
+	return __real_kvc_alloc(pool, nr, gfp, ret_pages);
+}
+
 int __wrap_kvc_flush(struct kvc *c)
 {
 	if (nobody)
@@ -114,6 +127,15 @@ static void kvmd_gone(void)
 {
 	kill(rig.kvmd.pid, SIGKILL);
 	waitpid(rig.kvmd.pid, NULL, 0);
+}
+
+/* Its loop in the kernel may live a moment longer, with our connection. */
+static void wait_hangup(struct eng_engine *e)
+{
+	struct pollfd p = {.fd = kvc_event_fd(eng_engine_kvc(e)), .events = POLLIN};
+
+	kvmd_gone();
+	KVT_EXPECT_EQ(poll(&p, 1, 10000), 1);
 }
 
 /* The one at @path takes up what the keeper has. */
@@ -216,7 +238,6 @@ KVT_TEST(running_requests_do_not_wait_for_a_kvmd_that_is_away)
 	struct eng_stats before, after;
 	struct eng_request *r;
 	const char *path = kvmd_path();
-	struct pollfd hangup = {.events = POLLIN};
 
 	r = trace_submit(e, &traces[0], prompt[0], SHORT, NEW, false);
 	rig_turns(e, r, 2);
@@ -224,10 +245,7 @@ KVT_TEST(running_requests_do_not_wait_for_a_kvmd_that_is_away)
 		KVT_EXPECT(i < 1000);
 		usleep(1000);
 	}
-	kvmd_gone();
-	/* its loop in the kernel may live a moment longer, with our connection */
-	hangup.fd = kvc_event_fd(eng_engine_kvc(e));
-	KVT_EXPECT_EQ(poll(&hangup, 1, 10000), 1);
+	wait_hangup(e);
 	trace_submit(e, &traces[1], prompt[1], PROMPT, NEW, false);
 	eng_engine_stats(e, &before);
 	nobody = true;
@@ -240,6 +258,31 @@ KVT_TEST(running_requests_do_not_wait_for_a_kvmd_that_is_away)
 	expect_both(SHORT + PROMPT);
 	eng_engine_stats(e, &after);
 	KVT_EXPECT(after.sealed_pages > before.sealed_pages + 1); /* late, but sealed */
+	eng_engine_destroy(e);
+	rig_close(&rig);
+}
+
+/* G4: who needs a page that only kvmd has waits with what it holds, and nobody waits for it. */
+KVT_TEST(request_without_a_page_keeps_the_others_going)
+{
+	struct eng_engine *e = open_engine(5000);
+	struct eng_request *r[2];
+	const char *path = kvmd_path();
+
+	r[1] = trace_submit(e, &traces[1], prompt[1], PROMPT, NEW, true);
+	rig_turns(e, r[1], 1);
+	r[0] = trace_submit(e, &traces[0], prompt[0], SHORT, NEW, true);
+	rig_turns(e, r[0], 1);
+	KVT_EXPECT(traces[0].nr <= 64 - SHORT); /* the other has room for 40 tokens */
+	wait_hangup(e);
+	nobody = no_pages = true;
+	rig_turns(e, r[1], 35);
+	KVT_EXPECT_EQ(traces[0].nr, 64 - SHORT + 1);
+	KVT_EXPECT_LE(nr_asked, 1); /* to learn that there is none */
+	nobody = no_pages = false;
+	kvmd_again(path);
+	rig_run(e);
+	expect_both(SHORT + PROMPT);
 	eng_engine_destroy(e);
 	rig_close(&rig);
 }
@@ -262,7 +305,7 @@ KVT_TEST(idle_engine_gives_its_pages_to_the_next_kvmd)
 		KVT_EXPECT_EQ(eng_engine_turn(e), 0);
 	kvmd_again(path);
 	for (int i = 0; held("pages") > 0; i++) {
-		KVT_EXPECT(i < 200);
+		KVT_EXPECT(i < 2000);
 		KVT_EXPECT_EQ(eng_engine_turn(e), 0);
 		eng_engine_wait(e, 10);
 	}
@@ -275,7 +318,7 @@ KVT_TEST(idle_engine_gives_its_pages_to_the_next_kvmd)
 	kvmd_again(path);
 	kvc_info(eng_engine_kvc(e), &was);
 	for (int i = 0; is.table_epoch == was.table_epoch; i++) {
-		KVT_EXPECT(i < 200);
+		KVT_EXPECT(i < 2000);
 		KVT_EXPECT_EQ(eng_engine_turn(e), 0);
 		eng_engine_wait(e, 10);
 		kvc_info(eng_engine_kvc(e), &is);
