@@ -38,13 +38,14 @@ static float power(u32 limit)
 static void sizes_draw(enum sizes kind, u32 n, u32 limit, float *to)
 {
 	const u32 one = kvt_rand_below(n);
+	const float full = ldexpf(1.f, kvt_rand_below(2) ? (int)limit : 0);
 	float now = 1.f;
 
 	for (u32 t = 0; t < n; t++) {
 		if (t % KV_PAGE_TOKENS == 0 && kind == BY_PAGE)
 			now = power(limit);
 		if (t % KV_PAGE_TOKENS == 0 && kind == ZERO_PAGES)
-			now = (float)kvt_rand_below(2);
+			now = kvt_rand_below(2) ? full : 0.f;
 		to[t] = now;
 		if (kind == SPREAD)
 			to[t] = power(limit);
@@ -62,7 +63,7 @@ static void fill(struct world *w, const struct step *t, const enum sizes *kinds)
 {
 	const struct kv_layout *l = &w->f.pages.layout;
 	const bool mla = l->kind == KV_LAYOUT_MLA;
-	const u32 limit = l->dtype == KV_DTYPE_BF16 ? 24 : 10;
+	const u32 limit = l->dtype == KV_DTYPE_BF16 ? 40 : 20;
 	const u32 dims[2] = {mla ? l->latent_dim : l->nr_kv_heads * l->head_dim,
 			     mla ? l->rope_dim : l->nr_kv_heads * l->head_dim};
 	float *src[2];
