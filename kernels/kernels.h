@@ -128,7 +128,7 @@ struct kvk_append_args {
  * @nr_q_heads: MLA 1..128; GQA nr_kv_heads * (1..16)
  * @sm_scale: multiplies scores
  * @q: MLA [nr_tokens][nr_q_heads][latent_dim + rope_dim] (absorbed latent query, then rope);
- *	GQA [nr_tokens][nr_q_heads][head_dim]
+ *	GQA [nr_tokens][nr_q_heads][head_dim]; on a GPU used as bf16, on FP8 pages as f16
  * @out: MLA [nr_tokens][nr_q_heads][latent_dim]; GQA as q
  * @act_dtype: of q and out
  * @flags: KVK_ATTN_*

@@ -140,7 +140,10 @@ static void cache_free(struct cache *c)
 	free(c->scale);
 }
 
-/* Score of token @t; *magnitude: of what was added up, if larger. */
+/*
+ * Score of token @t; *magnitude: of what was added up, if larger. Queries are used as f16, with steps of 2^-24:
+ * 2^21 times smaller than what is added to theirs.
+ */
 static double score(const struct cache *c, u32 t, const float *q, double *magnitude)
 {
 	const double *k = c->k + (size_t)t * c->dk;
@@ -148,7 +151,7 @@ static double score(const struct cache *c, u32 t, const float *q, double *magnit
 
 	for (u32 i = 0; i < c->dk; i++) {
 		s += k[i] * q[i];
-		m += fabs(k[i] * q[i]);
+		m += fabs(k[i]) * (fabs(q[i]) + (q[i] != 0 ? 0x1p-4 : 0));
 	}
 	*magnitude = fmax(*magnitude, m * SM_SCALE);
 	return s * SM_SCALE;
