@@ -52,8 +52,16 @@ struct warp {
 	alignas(16) uint64_t lanes[WARP * 16];
 };
 
+struct cluster {
+	struct barrier all;
+	struct block *blocks;
+	uint32_t nr_blocks, nr_ended; /* the latter: threads */
+	uint64_t begins;	      /* round */
+};
+
 struct block {
 	hopper_index index;
+	struct cluster *cluster;
 	uint8_t *shared;
 	struct barrier barriers[NR_BARRIERS];
 	std::vector<struct warp> warps;
@@ -71,33 +79,22 @@ struct fiber {
 	uint32_t thread;
 	size_t static_bytes;
 	uint64_t cluster_opened; /* when it arrived at the cluster's barrier */
+	/* what it waits for, so that it need not be asked: *opened to be another, an mbarrier's phase to end */
+	const uint64_t *opened;
+	uint64_t opened_was;
+	const struct hopper_mbar *mbar;
+	uint32_t parity;
 	bool ended;
 	uint32_t nr_groups;		  /* of its pieces, under way */
 	std::vector<struct piece> pieces; /* not in a group yet */
 };
 
-struct copy {
-	uint8_t *shared;
-	uint32_t dst, bytes, bar;
-	const void *src; /* @map: not used */
-	const CUtensorMap *map;
-	uint64_t at[5];	      /* the first: bytes */
-	struct fiber *thread; /* whose pieces these are: instead of all that */
-	std::vector<struct piece> pieces;
-	uint32_t late; /* rounds to come */
-};
-
 static struct fiber *running;
 static void *scheduler_sp;
 static const std::function<void()> *body;
-static std::vector<struct copy> copies;
 static std::vector<uint8_t *> stacks;
 static uint64_t random_state = 1, nr_events;
 static long long clocks;
-static struct block
-	*together; /* the blocks that run now: a cluster, where there is one */
-static uint32_t nr_together, nr_ended; /* the latter: threads */
-static struct barrier cluster_all;
 
 /* Keeps what a call keeps on the stack, leaves the stack in *@save and goes on with @load. */
 extern "C" void hopper_switch(void **save, void *load);
@@ -132,7 +129,12 @@ extern "C" void hopper_seed(uint64_t seed)
 }
 
 int hopper_major = 9, hopper_nr_sms = HOPPER_SMS;
-static uint32_t late_rounds;
+static uint32_t late_rounds, begin_rounds;
+
+extern "C" void hopper_begin_late(unsigned rounds)
+{
+	begin_rounds = rounds;
+}
 
 extern "C" void hopper_copies_late(unsigned rounds)
 {
@@ -164,6 +166,32 @@ void hopper_yield(void)
 	hopper_switch(&running->sp, scheduler_sp);
 }
 
+/* Until *@opened is another than @was. */
+static void wait_opened(const uint64_t *opened, uint64_t was)
+{
+	running->opened = opened;
+	running->opened_was = was;
+	while (*opened == was)
+		hopper_yield();
+	running->opened = NULL;
+}
+
+/* Until the phase of @parity is over. */
+void hopper_mbar_wait(const struct hopper_mbar *bar, uint32_t parity)
+{
+	running->mbar = bar;
+	running->parity = parity;
+	while ((uint32_t)(bar->bytes & 1) == parity)
+		hopper_yield();
+	running->mbar = NULL;
+}
+
+static bool waits(const struct fiber *f)
+{
+	return (f->opened && *f->opened == f->opened_was) ||
+	       (f->mbar && (uint32_t)(f->mbar->bytes & 1) == f->parity);
+}
+
 long long hopper_clock(void)
 {
 	hopper_yield();
@@ -191,10 +219,8 @@ static void barrier_wait(struct barrier *b, uint32_t nr_threads)
 {
 	const uint64_t opened = b->opened;
 
-	if (barrier_enter(b, nr_threads))
-		return;
-	while (b->opened == opened)
-		hopper_yield();
+	if (!barrier_enter(b, nr_threads))
+		wait_opened(&b->opened, opened);
 }
 
 void hopper_barrier(uint32_t id, uint32_t nr_threads)
@@ -238,13 +264,20 @@ uint8_t *hopper_shared(void)
 	return running->block->shared;
 }
 
+static struct cluster *cluster_now(void)
+{
+	return running->block->cluster;
+}
+
 /* A thread that has ended counts as one that has come, in this phase and in all that follow. */
 static void cluster_enter(void)
 {
-	if (++cluster_all.arrived < nr_together * blockDim.x)
+	struct cluster *c = cluster_now();
+
+	if (++c->all.arrived < c->nr_blocks * blockDim.x)
 		return;
-	barrier_open(&cluster_all);
-	cluster_all.arrived = nr_ended;
+	barrier_open(&c->all);
+	c->all.arrived = c->nr_ended;
 }
 
 void hopper_cluster_barrier(void)
@@ -255,21 +288,22 @@ void hopper_cluster_barrier(void)
 
 void hopper_cluster_arrive(void)
 {
-	running->cluster_opened = cluster_all.opened;
+	running->cluster_opened = cluster_now()->all.opened;
 	cluster_enter();
 }
 
 void hopper_cluster_wait(void)
 {
-	while (cluster_all.opened == running->cluster_opened)
-		hopper_yield();
+	wait_opened(&cluster_now()->all.opened, running->cluster_opened);
 }
 
 uint8_t *hopper_cluster_shared(uint32_t rank)
 {
+	struct cluster *c = cluster_now();
+
 	/* a CTA's memory goes with it */
-	HOPPER_CHECK(rank < nr_together && together[rank].nr_live);
-	return together[rank].shared;
+	HOPPER_CHECK(rank < c->nr_blocks && c->blocks[rank].nr_live);
+	return c->blocks[rank].shared;
 }
 
 static void fiber_main(void)
@@ -278,8 +312,8 @@ static void fiber_main(void)
 	running->ended = true;
 	running->block->nr_live--;
 	nr_events++;
-	nr_ended++;
-	if (running->cluster_opened != cluster_all.opened)
+	cluster_now()->nr_ended++;
+	if (running->cluster_opened != cluster_now()->all.opened)
 		cluster_enter();
 	for (;;)
 		hopper_yield();
@@ -295,93 +329,7 @@ void *hopper_static(size_t bytes)
 	return p;
 }
 
-/* -------------------------------------------------------------------------------- copies
- */
-
-void hopper_copy(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
-{
-	HOPPER_CHECK(dst + bytes <= STATIC_AT);
-	copies.push_back({hopper_shared(), dst, bytes, bar, src, NULL, {}, NULL, {}, 0});
-}
-
-void hopper_tensor_copy(uint32_t dst, const void *map, uint32_t bar, uint32_t nr_dims,
-			const int (&at)[5])
-{
-	const CUtensorMap *m = (const CUtensorMap *)map;
-	const uint32_t bytes = tensor_box_bytes(m);
-	struct copy c = {hopper_shared(), dst, bytes, bar, NULL, m, {}, NULL, {}, 0};
-
-	/* a copy of other dimensions than its map's is an illegal instruction */
-	HOPPER_CHECK(nr_dims == m->nr_dims);
-	HOPPER_CHECK(dst % (m->box[0] * 8) == 0 && dst + bytes <= STATIC_AT);
-	for (int i = 0; i < 5; i++) {
-		HOPPER_CHECK(at[i] >= 0);
-		c.at[i] = (uint64_t)at[i] * (i ? 1 : m->value_bytes);
-	}
-	copies.push_back(c);
-}
-
-/* 16 bytes to @dst, some time before the thread's next group arrives. */
-void hopper_piece(uint32_t dst, const void *src)
-{
-	HOPPER_CHECK(dst % 16 == 0 && (uintptr_t)src % 16 == 0 && dst + 16 <= STATIC_AT);
-	running->pieces.push_back({dst, src});
-}
-
-void hopper_pieces_arrive(uint32_t bar)
-{
-	struct copy c = {hopper_shared(), 0, 0, bar, NULL, NULL, {}, running, {}, 0};
-
-	c.pieces.swap(running->pieces);
-	running->nr_groups++;
-	copies.push_back(c);
-}
-
-void hopper_pieces_wait(void)
-{
-	while (running->nr_groups)
-		hopper_yield();
-}
-
-static void copy_pieces(const struct copy *c)
-{
-	for (const struct piece &p : c->pieces)
-		if (p.src)
-			memcpy(c->shared + p.dst, p.src, 16);
-		else
-			memset(c->shared + p.dst, 0, 16);
-	c->thread->nr_groups--;
-}
-
-/* Some of the copies that are under way arrive. */
-static void copies_step(void)
-{
-	for (size_t i = 0; i < copies.size();) {
-		struct copy &c = copies[i];
-
-		if (late_rounds && !c.late)
-			c.late = random_next() % 8 ? 1 : late_rounds;
-		if (c.late > 1) { /* it will come */
-			c.late--;
-			nr_events++;
-		}
-		if (c.late > 1 || random_next() % 3) {
-			i++;
-			continue;
-		}
-		if (c.thread)
-			copy_pieces(&c);
-		else if (c.map)
-			tensor_box(c.map, c.shared + c.dst, c.at);
-		else
-			memcpy(c.shared + c.dst, c.src, c.bytes);
-		hopper_mbar_step((struct hopper_mbar *)(c.shared + c.bar),
-				 c.thread ? 1 : 0, -(int32_t)c.bytes);
-		copies[i] = copies.back();
-		copies.pop_back();
-		nr_events++;
-	}
-}
+#include "copies.h"
 
 /* ------------------------------------------------------------------- warpgroup products
  */
@@ -526,13 +474,14 @@ static void fiber_make(struct fiber *f, struct block *b, uint32_t thread, uint8_
 	*--sp = (uint64_t)fiber_main;
 	for (int i = 0; i < 6; i++)
 		*--sp = 0;
-	*f = {sp, b, thread, 0, ~0ull, false, 0, {}};
+	*f = {sp, b, thread, 0, ~0ull, NULL, 0, NULL, 0, false, 0, {}};
 }
 
 static void fibers_run(std::vector<struct fiber> &fibers)
 {
 	size_t left = fibers.size(), held = 0;
 	uint32_t idle = 0, hold = 0;
+	uint64_t round = 0;
 
 	while (left) {
 		const uint64_t before = nr_events;
@@ -547,7 +496,8 @@ static void fibers_run(std::vector<struct fiber> &fibers)
 			const size_t nr = (first + i) % fibers.size();
 			struct fiber *f = &fibers[nr];
 
-			if (f->ended || nr / WARP == held)
+			if (f->ended || nr / WARP == held || waits(f) ||
+			    f->block->cluster->begins > round)
 				continue;
 			running = f;
 			threadIdx = {f->thread, 0, 0};
@@ -557,6 +507,7 @@ static void fibers_run(std::vector<struct fiber> &fibers)
 		}
 		copies_step();
 		clocks += ROUND_CLOCKS;
+		round++;
 		idle = nr_events == before ? idle + 1 : 0;
 		if (idle > IDLE_MAX) {
 			fprintf(stderr, "nothing happens any more; %zu threads left\n",
@@ -567,22 +518,29 @@ static void fibers_run(std::vector<struct fiber> &fibers)
 	HOPPER_CHECK(copies.empty());
 }
 
-static void blocks_run(dim3 grid, uint32_t first, uint32_t nr, uint32_t nr_threads)
+static void blocks_run(dim3 grid, uint32_t first, uint32_t nr, uint32_t nr_threads,
+		       uint32_t cluster)
 {
+	std::vector<struct cluster> clusters(nr / cluster);
 	std::vector<struct block> blocks(nr);
 	std::vector<struct fiber> fibers((size_t)nr * nr_threads);
 
-	together = blocks.data();
-	nr_together = nr;
-	cluster_all = {};
-	nr_ended = 0;
 	while (stacks.size() < fibers.size())
 		stacks.push_back((uint8_t *)aligned_alloc(4096, STACK_BYTES));
+	for (uint32_t i = 0; i < nr / cluster; i++)
+		clusters[i] = {{},
+			       &blocks[i * cluster],
+			       cluster,
+			       0,
+			       begin_rounds && random_next() % 2
+				       ? random_next() % begin_rounds
+				       : 0};
 	for (uint32_t i = 0; i < nr; i++) {
 		const uint32_t n = first + i;
 		struct block *b = &blocks[i];
 
 		b->index = {n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y};
+		b->cluster = &clusters[i / cluster];
 		b->shared = (uint8_t *)aligned_alloc(4096, SHARED_BYTES);
 		/* NaN, or numbers that are large and finite */
 		memset(b->shared, random_next() % 2 ? 0xff : 0x4b, SHARED_BYTES);
@@ -603,7 +561,9 @@ void hopper_launch(dim3 grid, dim3 block, std::function<void()> thread, unsigned
 {
 	const uint32_t nr = grid.x * grid.y * grid.z;
 	const uint32_t room = max((int)BLOCKS_AT_ONCE, hopper_nr_sms);
-	const uint32_t at_once = nr <= room && cluster == 1 ? nr : cluster;
+	/* other clusters may be on the device already, or may not */
+	const bool all = nr <= room && (cluster == 1 || random_next() % 2);
+	const uint32_t at_once = all ? nr : cluster;
 
 	HOPPER_CHECK(cluster && cluster <= 8 && grid.x % cluster == 0);
 
@@ -611,5 +571,5 @@ void hopper_launch(dim3 grid, dim3 block, std::function<void()> thread, unsigned
 	gridDim = grid;
 	blockDim = block;
 	for (uint32_t i = 0; i < nr; i += at_once)
-		blocks_run(grid, i, min(at_once, nr - i), block.x);
+		blocks_run(grid, i, min(at_once, nr - i), block.x, cluster);
 }

@@ -21,6 +21,12 @@ void hopper_is(int major);
  */
 void hopper_has_sms(int nr);
 
+/**
+ * hopper_begin_late() - from now on some blocks (or clusters) of a launch begin up to so many rounds
+ * behind the others; 0: none
+ */
+void hopper_begin_late(unsigned rounds);
+
 /** hopper_copies_late() - from now on a copy in eight takes so many rounds more; 0: none */
 void hopper_copies_late(unsigned rounds);
 

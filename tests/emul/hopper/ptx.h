@@ -78,6 +78,8 @@ static inline struct hopper_mbar *hopper_mbar_at(uint32_t bar)
 	return (struct hopper_mbar *)(hopper_shared() + bar);
 }
 
+void hopper_mbar_wait(const struct hopper_mbar *bar, uint32_t parity);
+
 static inline void ptx_mbar_init(uint32_t bar, uint32_t count)
 {
 	*hopper_mbar_at(bar) = {(uint16_t)count, (uint16_t)count, 0};
@@ -101,8 +103,7 @@ static inline bool ptx_mbar_test(uint32_t bar, uint32_t parity)
 
 static inline void ptx_mbar_wait(uint32_t bar, uint32_t parity)
 {
-	while ((uint32_t)(hopper_mbar_at(bar)->bytes & 1) == parity)
-		hopper_yield();
+	hopper_mbar_wait(hopper_mbar_at(bar), parity);
 }
 
 static inline void ptx_bar_sync(uint32_t id, uint32_t nr_threads)
