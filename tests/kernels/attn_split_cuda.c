@@ -207,6 +207,36 @@ KVT_TEST_T(many_requests_of_one_kv_head, 120)
 	free(first);
 	world_fini(&w);
 }
+/* Short requests between long ones: a CTA has more segments than the ring has places for. */
+static void check_short(const struct kv_layout *l, u32 heads, u32 flags, double limit)
+{
+	u32 lengths[42], q[42];
+	struct world w;
+
+	for (u32 r = 0; r < 42; r++) {
+		lengths[r] = r % 41 ? 1 + r : 82000; /* 20 pages a CTA */
+		q[r] = 1;
+	}
+	world_init(&w, l, heads, 2 * 1282 + 40, lengths, q, 42);
+	run_host(&w, heads, 0);
+	run_device(&w, 0, false);
+	expect_close(&w, "short ones: heads/kind", heads, l->kind, 1e-3);
+	run_device(&w, flags, false);
+	expect_close(&w, "short ones: heads/flags", heads, flags, limit);
+	world_fini(&w);
+}
+
+KVT_TEST_T(many_short_requests_in_one_cta, 120)
+{
+	struct kv_layout l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1);
+
+	check_short(&l, 64, KVK_ATTN_FAST, 6e-2);
+	check_short(&l, 8, 0, 1e-3);
+	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 1);
+	check_short(&l, 64, KVK_ATTN_FAST, 2.1e-3);
+	l = kvt_layout_gqa(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1, 1, 128);
+	check_short(&l, 12, 0, 1e-3);
+}
 #else
 /* By name, so that a mutant of the GPU's side counts as not run, and not as a survivor. */
 KVT_TEST(late_ctas_merge_what_the_others_left)
