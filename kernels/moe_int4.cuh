@@ -131,6 +131,7 @@ template <int NTMAX> struct moe_shared {
 	alignas(16) uint32_t ids[MOE_INLINE];
 	uint32_t heads[MOE_INLINE / 32];
 	uint32_t nr_tiles;
+	uint32_t begun; /* column bricks of the first unit that are on their way */
 };
 
 /* Sizes that follow from the template arguments. Token rows are padded to 64 mod 128

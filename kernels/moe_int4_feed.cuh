@@ -52,43 +52,101 @@ __device__ __forceinline__ void stream_stage(const struct moe_mat &m, const uint
 	ring_next<STAGES>(r);
 }
 
-/* A unit's weights. Row blocks of SECOND that share their tokens come in pairs, stage by
+/* Stages of FIRST unit @rb of an expert, from column brick *@k on, up to @most of them. */
+template <int NTMAX, int WK, int G>
+__device__ __forceinline__ void stream_first(const struct moe_i4 &a, uint32_t expert,
+					     uint32_t rb, uint32_t *k, uint32_t most,
+					     struct moe_ring &r, uint64_t policy)
+{
+	using S = moe_shape<NTMAX, WK, G>;
+	const uint8_t *w = a.w13.base + expert * a.w13.expert_bytes;
+
+	for (uint32_t i = 0; i < most && *k < a.w13.kbricks; i++, *k += WK)
+		stream_stage<WK, S::BRICK, S::STAGE, S::STAGES>(a.w13, w, rb, *k, r,
+								policy);
+}
+
+/* The expert of tile @tile, of @n slots, of which a lane has one each: own_plan() numbers tiles by
+ * experts, if none has more than a tile of @most; ~0u: there is none, or one has. */
+__device__ __forceinline__ uint32_t expert_of(const struct moe_i4 &a, uint32_t n,
+					      uint32_t tile, uint32_t most)
+{
+	const uint32_t lane = threadIdx.x % 32;
+	uint32_t id = ~0u, same, heads, less = 0;
+	bool head;
+
+	if (lane < n)
+		id = min(__ldcg(&a.ids[lane]), a.nr_experts - 1);
+	same = __match_any_sync(~0u, id);
+	if (__any_sync(~0u, lane < n && __popc(same) > most))
+		return ~0u;
+	head = lane < n && (same & ((1u << lane) - 1)) == 0;
+	heads = __ballot_sync(~0u, head);
+	for (uint32_t left = heads; left; left &= left - 1)
+		less += __shfl_sync(~0u, id, __ffs(left) - 1) < id;
+	heads = __ballot_sync(~0u, head && less == tile);
+	return heads ? __shfl_sync(~0u, id, __ffs(heads) - 1) : ~0u;
+}
+
+/*
+ * The weight warp, before slots are sorted. Few slots, at most a warp: the CTA's first unit, if it
+ * is a FIRST, is known as soon as ids are there. Its first stages, as many as the ring holds, are
+ * asked for then.
+ */
+template <int NTMAX, int WK, int G>
+__device__ __forceinline__ void
+weight_begin(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, struct moe_ring r)
+{
+	const uint32_t n = a.nr_tokens * a.top_k, tile = blockIdx.x / a.w13.rblocks;
+	uint32_t expert = ~0u, k = 0;
+
+	if (a.own_plan && n <= 32)
+		expert = expert_of(a, n, tile, 8 * NTMAX);
+	if (expert != ~0u)
+		stream_first<NTMAX, WK, G>(a, expert, blockIdx.x - tile * a.w13.rblocks,
+					   &k, moe_shape<NTMAX, WK, G>::STAGES, r,
+					   ptx_policy_stream());
+	if (threadIdx.x % 32 == 0)
+		sh.begun = k;
+}
+
+/* A unit's weights, of FIRST from column brick @k on. Row blocks of SECOND that share their tokens come in pairs, stage by
  * stage in turn, so that each consumer group has a row block for itself. */
 template <int NTMAX, int WK, int G>
 __device__ __forceinline__ void stream_unit(const struct moe_i4 &a,
-					    const struct moe_unit &u, struct moe_ring &r,
-					    uint64_t policy)
+					    const struct moe_unit &u, uint32_t k,
+					    struct moe_ring &r, uint64_t policy)
 {
 	using S = moe_shape<NTMAX, WK, G>;
-	const struct moe_mat &m = u.type == MOE_FIRST ? a.w13 : a.w2;
+	const struct moe_mat &m = a.w2;
 	const uint8_t *w = m.base + u.expert * m.expert_bytes;
 
 	if (u.type == MOE_FIRST) {
-		for (uint32_t k = 0; k < m.kbricks; k += WK)
-			stream_stage<WK, S::BRICK, S::STAGE, S::STAGES>(m, w, u.rb, k, r,
-									policy);
+		stream_first<NTMAX, WK, G>(a, u.expert, u.rb, &k, ~0u, r, policy);
 		return;
 	}
 	for (uint32_t i = 0, nr = rsub_of<1>(m, u.rb); i < nr; i += 2)
-		for (uint32_t k = 0; k < m.kbricks; k++)
+		for (k = 0; k < m.kbricks; k++)
 			for (uint32_t j = i; j < i + 2 && j < nr; j++)
 				stream_stage<1, S::BRICK, S::STAGE, S::STAGES>(
 					m, w, u.rb * m.rsub + j, k, r, policy);
 }
 
 /* Claims units, hands them on, streams their weights. The first unit is the
- * CTA's own number, so that the stream starts without a round trip. */
+ * CTA's own number, so that the stream starts without a round trip, and may have begun. */
 template <int NTMAX, int WK, int G>
 __device__ __forceinline__ void
 weight_warp(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, struct moe_ring r)
 {
 	using S = moe_shape<NTMAX, WK, G>;
+	uint32_t begun = sh.begun;
 	const uint32_t lane = threadIdx.x % 32;
 	const uint64_t policy = ptx_policy_stream();
 	struct moe_place p = {};
 	uint32_t c = 0;
 	struct moe_unit u = unit_decode<NTMAX>(a, sh, blockIdx.x);
 
+	ring_skip<S::STAGES>(r, (begun + WK - 1) / WK);
 	for (;; place_next(p)) {
 		ptx_mbar_wait(ptx_smem(&sh.q_empty[p.q]), p.phase ^ 1);
 		if (lane == 0) {
@@ -102,7 +160,8 @@ weight_warp(const struct moe_i4 &a, struct moe_shared<NTMAX> &sh, struct moe_rin
 		if (lane == 0)
 			c = gridDim.x + atomicAdd(a.claim, 1);
 		if (u.type <= MOE_SECOND)
-			stream_unit<NTMAX, WK, G>(a, u, r, policy);
+			stream_unit<NTMAX, WK, G>(a, u, begun, r, policy);
+		begun = 0;
 		u = unit_decode<NTMAX>(a, sh, __shfl_sync(~0u, c, 0));
 	}
 }

@@ -336,10 +336,14 @@ __global__ void __launch_bounds__(MOE_THREADS, 1)
 	rx.base = r.base + S::STAGES * S::STAGE;
 	rx.full = ptx_smem(sh.xfull);
 	rx.empty = ptx_smem(sh.xempty);
-	if (threadIdx.x == MOE_THREADS - 1)
+	/* by the warp that needs them first, before anybody else looks */
+	if (threadIdx.x == MOE_CONSUMERS * 32)
 		init_barriers<NTMAX, S>(sh);
+	__syncwarp();
 	ptx_grid_launch();
 	ptx_grid_wait();
+	if (warp == MOE_CONSUMERS)
+		weight_begin<NTMAX, WK, G>(a, sh, r);
 	if (a.own_plan)
 		own_plan<NTMAX>(a, sh);
 	if (!a.own_plan && threadIdx.x == 0)

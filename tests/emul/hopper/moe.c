@@ -162,10 +162,15 @@ KVT_TEST(hopper_int4_few_slots)
 		   counts + 2, 1);
 }
 
-/* Two warps split the columns, then none. */
+/* Two warps split the columns, then none. Up to 32 slots the first stages are asked for before these
+ * are sorted: more bricks than the ring holds, an odd number of them, an expert with two tiles. */
 KVT_TEST(hopper_int4_few_rows)
 {
-	static const u32 counts[] = {17, 19, 24};
+	static const u32 counts[] = {17, 19, 24}, begun[] = {3, 5, 11};
+
+	moe_tokens((struct moe_case){KVK_INT4, 2944, 128, 64, KVK_BF16, 9, 2, 0, false,
+				     false},
+		   begun, 3);
 
 	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 20, 4, 0, false,
 				     false},
