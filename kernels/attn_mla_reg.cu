@@ -21,10 +21,14 @@
  * scores and once for the values, and never stored.
  *
  * Two warpgroups. Each makes the scores and the softmax of every other page, and sums the
- * values of all pages for its half of the latent dims. They run half a period apart: scores of
- * page i + 1, values of page i (which the other one scored), softmax and values of page i + 1.
- * So one's matrix products cover the other's softmax and barriers. P is in shared memory,
- * once: it is free again before the next one is ready.
+ * values of all pages for its half of the latent dims: scores and softmax of page i, then values of
+ * pages i - 1 and i in one stream. Each has a P of its own, half of it where the page's rope was, so
+ * neither waits for the other to have summed the one before: they drift half a period apart, and
+ * one's matrix products cover the other's softmax. (Values of page i - 1 before the softmax of page i
+ * made both sum at the same time, and scores wait for the other one's P.)
+ *
+ * A page's softmax takes the references that it finds and looks, before others see its P, whether the
+ * page before has raised them; if so (rare), once more. Sums shrink where that page is added.
  *
  * Softmax is without a search for the maximum: P = 2^(s - m) times the token's scale of the
  * latent, with a reference m for each row. Only if some P exceeds 2^8 are the references raised, and what
@@ -36,11 +40,6 @@
  *
  * The ring's first pages are asked for one after the other: all SMs begin at once, and pages
  * that are asked for together come together, late.
- *
- * Measured: 3,400 clocks a page. No pipe is full (matrix 55 %): a warpgroup needs 6,700 clocks for
- * its two pages, and waits for the matrix units in less than a tenth of them. The rest is its own
- * instructions one after another: 36 + 32 products of ten instructions each, 1,300 clocks of
- * softmax, and trips to shared memory. docs/performance-attn.md has the counters.
  */
 #include "kernels/attn_mla_reg_math.cuh"
 #include "kernels/attn_mla_reg_end.cuh"
@@ -50,6 +49,62 @@
 
 /* ----------------------------------------------------------------------------- segments
  */
+
+/*
+ * Values of the page before @at, if it is of this segment, and of @at; then the first words of stage
+ * @next's scores are read. Sums shrink where a reference was raised (@raised: by the one before): rare,
+ * so there the products wait for each other.
+ */
+KVK_DEV void reg_sum(const struct reg_lane &r, uint32_t at, uint32_t next, bool prev,
+		     bool raised, bool raise, struct reg_feed &f, float (&ls)[16],
+		     struct reg_state &st, struct reg_smem *sm)
+{
+	if (prev)
+		mbar_wait(&sm->full[(at - 1) % reg_cfg::STAGES],
+			  (at - 1) / reg_cfg::STAGES & 1);
+	if (prev && !raised && !raise) {
+		reg_value_start(r, (at - 1) % reg_cfg::STAGES, f);
+		reg_values<true, REG_VALUES, false>(r, sm, at - 1, at % reg_cfg::STAGES,
+						    f, ls, st.o);
+		reg_values<false, REG_SCORES, true>(r, sm, at, next, f, ls, st.o);
+	} else {
+		if (raised)
+			reg_shrink(sm->shrink[(at - 1) & 1], st);
+		if (prev) {
+			reg_value_start(r, (at - 1) % reg_cfg::STAGES, f);
+			reg_values<true, REG_END, false>(r, sm, at - 1, 0, f, ls, st.o);
+			wgm_wait<0>();
+			reg_keep(st.o);
+			reg_page_done(at - 1, sm);
+		}
+		if (raise && prev) /* else there are none */
+			reg_shrink(sm->shrink[at & 1], st);
+		reg_value_start(r, at % reg_cfg::STAGES, f);
+		reg_values<true, REG_SCORES, true>(r, sm, at, next, f, ls, st.o);
+	}
+	wgm_wait<0>();
+	reg_keep(st.o);
+	st.l[0] += ls[0];
+	st.l[1] += ls[1];
+}
+
+/* A segment's last page, which the other one scored. @first: the only one, so there are no sums */
+KVK_DEV void reg_last(const struct reg_lane &r, uint32_t at, bool first,
+		      struct reg_state &st, struct reg_smem *sm)
+{
+	struct reg_feed f;
+	float none[16];
+
+	mbar_wait(&sm->full[at % reg_cfg::STAGES], at / reg_cfg::STAGES & 1);
+	mbar_wait(&sm->p_full[at & 1], at / 2 & 1); /* its owner has cleared the tail */
+	if (*(volatile uint32_t *)&sm->raised[at & 1] && !first)
+		reg_shrink(sm->shrink[at & 1], st);
+	reg_value_start(r, at % reg_cfg::STAGES, f);
+	reg_values<true, REG_END, false>(r, sm, at, 0, f, none, st.o);
+	wgm_wait<0>();
+	reg_keep(st.o);
+	reg_page_done(at, sm);
+}
 
 /* A segment's pages. @seq: its first one in the order of the CTA */
 KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, uint32_t nr,
@@ -69,47 +124,26 @@ KVK_DEV void reg_pages(const struct attn_params &p, const struct plan_seg &g, ui
 	for (; at < end; at += 2, left -= 2 * TOKENS) {
 		const uint32_t stage = at % reg_cfg::STAGES;
 		const uint32_t next = (at + 2) % reg_cfg::STAGES;
+		const bool prev = at != seq;
 		struct reg_tokens t;
+		bool raise, raised;
 		float s[32], ls[16];
-		float2 m[8];
 
 		if (left < (int32_t)TOKENS)
 			reg_tail(sm, stage, left);
-		if (at != seq) /* its first words are read before its P is waited for */
-			mbar_wait(&sm->full[(at - 1) % reg_cfg::STAGES],
-				  (at - 1) / reg_cfg::STAGES & 1);
-		reg_scores(p, r, left, stage, (at - 1) % reg_cfg::STAGES, sm, f, s);
+		reg_scores(p, r, left, stage, sm, f, s);
 		t = reg_scales(p, left, sm, stage);
-		if (at != seq)
-			reg_other(r, at - 1, stage, f, st, sm);
-		else
-			reg_value_start<0>(r, stage, f);
-		reg_references(sm, m);
-		wgm_wait<0>();
-		reg_keep(st.o);
-		wgm_keep<32>(s);
-		if (at != seq)
-			reg_arrive(&sm->p_empty);
 		if (left < (int32_t)(TOKENS + g.q_len - 1))
 			reg_mask(p, g, left, s);
-		reg_softmax(sm, s, t, st, at, m, ls);
+		raise = reg_softmax(sm, at, prev, s, t, ls, &raised);
 		if (at + 2 < end)
 			mbar_wait(&sm->full[next], (at + 2) / reg_cfg::STAGES & 1);
-		reg_values_own(r, stage, next, f, ls, st);
-		reg_arrive(&sm->empty[stage]);
-		wgm_wait<0>();
-		reg_keep(st.o);
-		reg_arrive(&sm->p_empty);
+		/* the segment's first page had no sums to shrink */
+		reg_sum(r, at, next, prev, raised && at - 1 != seq, raise, f, ls, st, sm);
+		reg_page_done(at, sm);
 	}
-	if (nr && ((nr - 1) & 1) != own) {
-		mbar_wait(&sm->p_full,
-			  (end - 1) & 1); /* its owner has cleared the tail */
-		reg_value_start<1>(r, (end - 1) % reg_cfg::STAGES, f);
-		reg_other(r, end - 1, (end - 1) % reg_cfg::STAGES, f, st, sm);
-		wgm_wait<0>();
-		reg_keep(st.o);
-		reg_arrive(&sm->p_empty);
-	}
+	if (nr && ((nr - 1) & 1) != own)
+		reg_last(r, end - 1, nr == 1, st, sm);
 }
 
 /* Bench only: the pages come and go. */
@@ -178,7 +212,6 @@ KVK_DEV void reg_end(const struct attn_params &p, const struct mla_seg &g,
 		if (g.poisoned)
 			l = NAN;
 		reg_row_end(e, tid, sm->m[tid], l, slot);
-		sm->fresh = 1;
 		sm->m[tid] = REG_NONE;
 	}
 	bar_sync(BAR_ALL, 256);
@@ -248,15 +281,18 @@ KVK_DEV void reg_page_load(const struct reg_params &rp, struct reg_smem *sm,
 			   uint32_t stage, uint32_t pfn, uint64_t policy)
 {
 	const struct attn_params &p = rp.a;
-	const uint32_t rope = REG_ROPE + (p.token_scales ? REG_SCALES : 0);
+	const uint32_t scales = p.token_scales ? REG_SCALES : 0;
+	const uint8_t *rope = p.base + page_offset(p, pfn) + TOKENS * LATENT;
 	const int at[5] = {0, 0, 0, (int)(pfn & ((1u << p.shift) - 1)),
 			   (int)(pfn >> p.shift)};
 
-	mbar_arrive_expect(&sm->full[stage], TOKENS * LATENT + rope);
+	mbar_arrive_expect(&sm->full[stage], TOKENS * LATENT + REG_ROPE + scales);
 	tma_load_5d(smem_addr(sm->latent[stage]), &rp.latent, smem_addr(&sm->full[stage]),
 		    at, policy);
-	bulk_load(sm->rope[stage], p.base + page_offset(p, pfn) + TOKENS * LATENT, rope,
-		  &sm->full[stage], policy);
+	bulk_load(sm->rope[stage], rope, REG_ROPE, &sm->full[stage], policy);
+	if (scales)
+		bulk_load(sm->scales[stage], rope + REG_ROPE, scales, &sm->full[stage],
+			  policy);
 }
 
 /* ------------------------------------------------------------------------------- kernel
@@ -269,12 +305,13 @@ KVK_DEV void reg_init(const struct attn_params &p, struct reg_smem *sm)
 			mbar_init(&sm->full[i], 1);
 			mbar_init(&sm->empty[i], reg_cfg::NR_WARPS);
 		}
-		mbar_init(&sm->p_full, 1);
-		mbar_init(&sm->p_empty, reg_cfg::NR_WARPS);
+		for (int i = 0; i < 2; i++) {
+			mbar_init(&sm->p_full[i], 1);
+			mbar_init(&sm->p_empty[i], reg_cfg::NR_WARPS);
+		}
 		sm->pend[0].epoch = sm->pend[0].last = 0;
 		sm->pend[1].epoch = sm->pend[1].last = 0;
 		sm->segs_in = sm->segs_done = 0;
-		sm->fresh = 1;
 		sm->fixed = p.scales ? p.scales[0] : 1.f;
 		mbar_init_fence();
 	}

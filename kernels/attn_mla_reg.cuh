@@ -33,24 +33,28 @@ struct reg_cfg {
 	static constexpr int REGS_FEED = 24;
 };
 
-/* q, latent and p have the 128-byte swizzle and start at multiples of 1,024. */
+/*
+ * q, latent, rope and p have the 128-byte swizzle (rope not for its keys) and start at multiples of
+ * 1,024. P [token][row] f16 of a page: of each 16 tokens 8 are in the page's rope, whose keys are used
+ * by then, where the same warp's keys were, and 8 in p[page & 1].
+ */
 struct reg_smem {
 	using C = reg_cfg;
 	uint8_t q[9][REG_BLOCK];		 /* [k-steps 4i .. 4i + 3][row] f16 */
 	uint8_t latent[C::STAGES][4][REG_BLOCK]; /* [128 dims][token] e4m3 */
-	uint8_t p[TOKENS * REG_ROWS * 2];	 /* [token][row] f16; or scratch */
-	uint8_t rope[C::STAGES][REG_ROPE + REG_SCALES];
-	float m[REG_ROWS];	/* reference of a row's exponents, log2 */
-	float shrink[REG_ROWS]; /* what the latest raise makes of older sums */
+	uint8_t rope[C::STAGES][REG_ROPE];	 /* e4m3; then half of the page's P */
+	uint8_t p[2][REG_ROPE]; /* the other half, of even and odd pages; or scratch */
+	uint8_t scales[C::STAGES][REG_SCALES];
+	float m[REG_ROWS];	   /* reference of a row's exponents, log2 */
+	float shrink[2][REG_ROWS]; /* what a page's raise makes of older sums */
 	struct mla_seg segs[SEG_RING];
 	struct plan_pending pend[2];
 	uint64_t full[C::STAGES];
 	uint64_t empty[C::STAGES];
-	uint64_t p_full;
-	uint64_t p_empty;
-	uint32_t raised; /* with this P */
-	uint32_t fresh;	 /* the segment has no references yet */
-	float fixed;	 /* latent scale of pages without scales */
+	uint64_t p_full[2];
+	uint64_t p_empty[2];
+	uint32_t raised[2]; /* with this P */
+	float fixed;	    /* latent scale of pages without scales */
 	uint32_t segs_in;
 	uint32_t segs_done;
 	uint32_t flag;

@@ -32,7 +32,7 @@ KVK_DEV float2 reg_scale(const struct attn_params &p, int32_t valid,
 	if (!p.token_scales)
 		v.x = v.y = sm->fixed;
 	else if ((int32_t)at < valid)
-		v = unpack_f16(*(const uint32_t *)(sm->rope[stage] + REG_ROPE + at * 4));
+		v = unpack_f16(*(const uint32_t *)(sm->scales[stage] + at * 4));
 	v.x = v.x == 0.f ? 0x1p-24f : v.x; /* a latent of zeros: 0 / 0 is NaN */
 	return v;
 }
@@ -56,8 +56,7 @@ struct reg_lane {
 	uint32_t rope;	/* of stage 0 */
 	uint32_t key;	/* first chunk of a key */
 	uint32_t value; /* first k-step of the warpgroup's dims */
-	uint64_t q;	/* descriptors */
-	uint64_t p;
+	uint64_t q;	/* descriptor */
 };
 
 KVK_DEV struct reg_lane reg_lane_init(const struct reg_smem *sm, int own)
@@ -71,7 +70,6 @@ KVK_DEV struct reg_lane reg_lane_init(const struct reg_smem *sm, int own)
 	r.value = smem_addr(sm->latent[0][own * 2 + w / 2]) + 2 * c * 128 +
 		  (((w & 1) * 4 + g / 2) ^ (2 * c)) * 16 + (g & 1) * 8;
 	r.q = wgm_desc(smem_addr(sm->q));
-	r.p = wgm_desc(smem_addr(sm->p));
 	return r;
 }
 
@@ -80,7 +78,7 @@ KVK_DEV void reg_score_group(const struct reg_lane &r, uint32_t stage, int u,
 			     uint32_t (&w)[8])
 {
 	if (u == 0)
-		reg_key_read(r.rope + stage * (REG_ROPE + REG_SCALES), 8 * ROPE, w);
+		reg_key_read(r.rope + stage * REG_ROPE, 8 * ROPE, w);
 	else
 		reg_key_read((r.key ^ ((u - 1) & 1) * 16) + stage * (4 * REG_BLOCK) +
 				     (u - 1) / 2 * REG_BLOCK,
@@ -93,10 +91,7 @@ KVK_DEV void reg_value_group(const struct reg_lane &r, uint32_t stage, int t,
 	reg_value_read(r.value + stage * (4 * REG_BLOCK) + t * 2048, w);
 }
 
-/*
- * Order of the groups' words: a page's scores in w[u & 1], the values of the other one's page in
- * w[t + 1 & 1], those of its own in w[t & 1]. So each stream leaves the next one's first two.
- */
+/* Group u's words are in w[u & 1]; a stream may leave the next one's first two. */
 KVK_DEV void reg_score_start(const struct reg_lane &r, uint32_t stage, struct reg_feed &f)
 {
 	reg_score_group(r, stage, 0, f.w[0]);
@@ -106,23 +101,22 @@ KVK_DEV void reg_score_start(const struct reg_lane &r, uint32_t stage, struct re
 		reg_key_cvt(f.w[0], j, f.a[j]);
 }
 
-template <int FIRST>
 KVK_DEV void reg_value_start(const struct reg_lane &r, uint32_t stage, struct reg_feed &f)
 {
-	reg_value_group(r, stage, 0, f.w[FIRST]);
-	reg_value_group(r, stage, 1, f.w[FIRST ^ 1]);
+	reg_value_group(r, stage, 0, f.w[0]);
+	reg_value_group(r, stage, 1, f.w[1]);
 #pragma unroll
 	for (int j = 0; j < REG_AHEAD; j++)
-		reg_value_cvt(f.w[FIRST], j, f.a[j]);
+		reg_value_cvt(f.w[0], j, f.a[j]);
 }
 
 /*
  * Scores of a page, in units of the latent scales: the rope's, times rope scale over latent
- * scale, then the latent's. The values of stage @next follow.
+ * scale, then the latent's.
  */
 KVK_DEV void reg_scores(const struct attn_params &p, const struct reg_lane &r,
-			int32_t valid, uint32_t stage, uint32_t next,
-			const struct reg_smem *sm, struct reg_feed &f, float (&s)[32])
+			int32_t valid, uint32_t stage, const struct reg_smem *sm,
+			struct reg_feed &f, float (&s)[32])
 {
 	const uint32_t first = threadIdx.x / 32 % 4 * 16 + (threadIdx.x & 31) / 4;
 	float ratio[2];
@@ -154,13 +148,11 @@ KVK_DEV void reg_scores(const struct attn_params &p, const struct reg_lane &r,
 		}
 		if (j < 36)
 			reg_key_cvt(f.w[u & 1], j % 4, f.a[j % REG_SLOTS]);
-		else
-			reg_value_cvt(f.w[u & 1], j % 4, f.a[j % REG_SLOTS]);
 		if (j % 4 == 3 && u < 7)
 			reg_score_group(r, stage, u + 2, f.w[u & 1]);
-		else if (j % 4 == 3)
-			reg_value_group(r, next, u - 7, f.w[u & 1]);
 	}
+	wgm_wait<0>();
+	wgm_keep<32>(s);
 }
 
 /* Tokens that a row must not see: those behind its own, and behind the end. */
@@ -203,13 +195,14 @@ KVK_DEV void reg_references(const struct reg_smem *sm, float2 (&m)[8])
  * P of the thread's tokens to shared memory, their sums to ls[2 j + e]. Returns whether some P
  * is too large.
  */
-KVK_DEV bool reg_probs(struct reg_smem *sm, const float (&s)[32],
+KVK_DEV bool reg_probs(struct reg_smem *sm, uint32_t seq, const float (&s)[32],
 		       const struct reg_tokens &t, const float2 (&m)[8], float *ls)
 {
 	const uint32_t lane = threadIdx.x & 31;
-	const uint32_t to = smem_addr(sm->p) +
-			    (threadIdx.x / 32 % 4 * 16 + (lane & 7)) * 128 +
+	const uint32_t at = (threadIdx.x / 32 % 4 * 8 + (lane & 7)) * 128 +
 			    ((lane >> 3) ^ (lane & 7)) * 16;
+	const uint32_t to[2] = {smem_addr(sm->rope[seq % reg_cfg::STAGES]) + at,
+				smem_addr(sm->p[seq & 1]) + at};
 	__half2 top = __float2half2_rn(0.f);
 
 #pragma unroll
@@ -235,8 +228,8 @@ KVK_DEV bool reg_probs(struct reg_smem *sm, const float (&s)[32],
 				top = __hmax2(top, both);
 			}
 		}
-		stmatrix4(to ^ q * 64, v[0]);
-		stmatrix4((to ^ q * 64) + 1024, v[1]);
+		stmatrix4(to[0] ^ q * 64, v[0]);
+		stmatrix4(to[1] ^ q * 64, v[1]);
 	}
 	return __hgt(__hmax(__low2half(top), __high2half(top)), __float2half(256.f));
 }
@@ -265,17 +258,17 @@ template <int N> KVK_DEV void reg_halve_add(float *ls)
 		ls[i] += ls[N + i];
 }
 
-/* Columns shrink to the latest reference. */
-KVK_DEV void reg_shrink(const struct reg_smem *sm, struct reg_state &st)
+/* Columns shrink to a page's reference. */
+KVK_DEV void reg_shrink(const float *shrink, struct reg_state &st)
 {
 	const int c = threadIdx.x & 3;
-	const float2 mine = *(const float2 *)&sm->shrink[(threadIdx.x & 31) * 2];
+	const float2 mine = *(const float2 *)&shrink[(threadIdx.x & 31) * 2];
 
 	st.l[0] *= mine.x;
 	st.l[1] *= mine.y;
 #pragma unroll
 	for (int j = 0; j < 8; j++) {
-		const float2 f = *(const float2 *)&sm->shrink[8 * j + 2 * c];
+		const float2 f = *(const float2 *)&shrink[8 * j + 2 * c];
 
 #pragma unroll
 		for (int b = 0; b < 4; b++)
@@ -288,11 +281,11 @@ KVK_DEV void reg_shrink(const struct reg_smem *sm, struct reg_state &st)
 }
 
 /* New references for rows with too large a P. By the warpgroup that has P's memory. */
-KVK_DEV void reg_raise(struct reg_smem *sm, const float (&s)[32],
+KVK_DEV void reg_raise(struct reg_smem *sm, uint32_t seq, const float (&s)[32],
 		       const struct reg_tokens &t)
 {
 	const int lane = threadIdx.x & 31, tid = threadIdx.x % 128;
-	float *top = (float *)sm->p; /* [warp][row] */
+	float *top = (float *)sm->p[seq & 1]; /* [warp][row] */
 	const float lg[2] = {__log2f(t.sl[0]), __log2f(t.sl[1])};
 
 #pragma unroll
@@ -315,110 +308,127 @@ KVK_DEV void reg_raise(struct reg_smem *sm, const float (&s)[32],
 			      fmaxf(top[2 * REG_ROWS + tid], top[3 * REG_ROWS + tid]));
 		const float now = z > old + REG_SLACK ? ceilf(z) : old;
 
-		sm->shrink[tid] = exp2_fast(old - now);
+		sm->shrink[seq & 1][tid] = exp2_fast(old - now);
 		sm->m[tid] = now;
 	}
 	bar_sync(REG_OWN + threadIdx.x / 128, 128);
 }
 
 /*
- * Softmax of a page that this warpgroup scored; then P is there for both. Of a segment's first page there
- * are neither references nor sums (sm->fresh: no register is left for it).
+ * Softmax of page @seq that this warpgroup scored, with the references as they are, before the page in
+ * front of it is waited for; if that one raised them, once more. @prev: there is one, of this segment; if
+ * not there are no references yet.
+ * Returns whether this page raised them; *ret_prev: whether the other did.
  */
-KVK_DEV void reg_softmax(struct reg_smem *sm, const float (&s)[32],
-			 const struct reg_tokens &t, struct reg_state &st, uint32_t seq,
-			 float2 (&m)[8], float (&ls)[16])
+KVK_DEV bool reg_softmax(struct reg_smem *sm, uint32_t seq, bool prev,
+			 const float (&s)[32], const struct reg_tokens &t,
+			 float (&ls)[16], bool *ret_prev)
 {
+	const uint32_t b = seq & 1;
 	bool raise = true;
-	uint32_t fresh;
+	float2 m[8];
 
-	mbar_wait(&sm->p_empty, (seq & 1) ^ 1);
-	fresh = *(volatile uint32_t *)&sm->fresh;
-	if (!fresh) {
-		raise = reg_probs(sm, s, t, m, ls);
-		fence_proxy_async();
-		raise = bar_or(REG_OWN + threadIdx.x / 128, 128, raise);
-	}
-	if (raise) {
-		reg_raise(sm, s, t);
-		if (!fresh)
-			reg_shrink(sm, st);
+	mbar_wait(&sm->p_empty[b], (seq / 2 & 1) ^ 1);
+	*ret_prev = false;
+	if (prev) {
 		reg_references(sm, m);
-		reg_probs(sm, s, t, m, ls);
+		raise = reg_probs(sm, seq, s, t, m, ls);
+		fence_proxy_async();
+		mbar_wait(&sm->p_full[b ^ 1], (seq - 1) / 2 & 1);
+		*ret_prev = *(volatile uint32_t *)&sm->raised[b ^ 1];
+	}
+	if (*ret_prev) {
+		reg_references(sm, m);
+		raise = reg_probs(sm, seq, s, t, m, ls);
+		fence_proxy_async();
+	}
+	if (prev)
+		raise = bar_or(REG_OWN + threadIdx.x / 128, 128, raise);
+	if (raise) {
+		reg_raise(sm, seq, s, t);
+		reg_references(sm, m);
+		reg_probs(sm, seq, s, t, m, ls);
 		fence_proxy_async();
 		bar_sync(REG_OWN + threadIdx.x / 128, 128);
 	}
 	if (threadIdx.x % 128 == 0) {
-		sm->raised = raise && !fresh;
-		sm->fresh = 0;
-		mbar_arrive(&sm->p_full);
+		sm->raised[b] = raise;
+		mbar_arrive(&sm->p_full[b]);
 	}
+	return raise;
 }
 
 /* ------------------------------------------------------------------------------- values
  */
 
-/* O^T += V^T P^T of the page that the other one scored, for this warpgroup's half of the dims.
- * The values of stage @next follow. */
-KVK_DEV void reg_values_other(const struct reg_lane &r, uint32_t stage, uint32_t next,
-			      struct reg_feed &f, float (&o)[4][32])
+enum reg_next { REG_END, REG_VALUES, REG_SCORES };
+
+/* P of page @seq: from 8 tokens to the next 8 it is as far as from its rope to its half of p. */
+KVK_DEV uint64_t reg_p_desc(const struct reg_smem *sm, uint32_t seq)
 {
+	const uint32_t rope = smem_addr(sm->rope[seq % reg_cfg::STAGES]);
+
+	return wgm_desc_rows(rope, smem_addr(sm->p[seq & 1]) - rope);
+}
+
+/* This warpgroup's products with page @seq and its P are complete. */
+KVK_DEV void reg_page_done(uint32_t seq, struct reg_smem *sm)
+{
+	__syncwarp();
+	if ((threadIdx.x & 31) == 0) {
+		mbar_arrive(&sm->p_empty[seq & 1]);
+		mbar_arrive(&sm->empty[seq % reg_cfg::STAGES]);
+	}
+}
+
+/*
+ * O^T += V^T P^T of page @seq, for this warpgroup's half of the dims; its first words are read. FIRST: no
+ * products are under way, else those of the page in front of it. NEXT: what follows, of stage @next. OWN:
+ * it scored the page; meanwhile ls is added up.
+ */
+template <bool FIRST, enum reg_next NEXT, bool OWN>
+KVK_DEV void reg_values(const struct reg_lane &r, struct reg_smem *sm, uint32_t seq,
+			uint32_t next, struct reg_feed &f, float (&ls)[16],
+			float (&o)[4][32])
+{
+	const uint32_t stage = seq % reg_cfg::STAGES;
+	const uint64_t p = reg_p_desc(sm, seq);
+
 #pragma unroll
 	for (int i = 0; i < 16; i++) {
 		const int j = i + REG_AHEAD, t = j / 4;
 
 		wgm_fence();
 		wgm_rs<64, 1, true>(o[i % 4], f.a[i % REG_SLOTS],
-				    wgm_desc_at(r.p, i / 4 * (2048 / 16)), 1);
+				    wgm_desc_at(p, i / 4 * (1024 / 16)), 1);
 		wgm_commit();
-		wgm_wait<REG_AHEAD>();
-		if (j < 16)
-			reg_value_cvt(f.w[(t + 1) & 1], j % 4, f.a[j % REG_SLOTS]);
-		else
-			reg_value_cvt(f.w[0], j % 4, f.a[j % REG_SLOTS]);
-		if (j % 4 == 3 && t < 2)
-			reg_value_group(r, stage, t + 2, f.w[(t + 1) & 1]);
-		else if (j % 4 == 3)
-			reg_value_group(r, next, 3 - t, f.w[(t + 1) & 1]);
-	}
-}
-
-/* ... of the page that it scored itself. The scores of stage @next follow. Meanwhile ls is added up. */
-KVK_DEV void reg_values_own(const struct reg_lane &r, uint32_t stage, uint32_t next,
-			    struct reg_feed &f, float (&ls)[16], struct reg_state &st)
-{
-#pragma unroll
-	for (int i = 0; i < 16; i++) {
-		const int j = i + REG_AHEAD, t = j / 4;
-
-		wgm_fence();
-		wgm_rs<64, 1, true>(st.o[i % 4], f.a[i % REG_SLOTS],
-				    wgm_desc_at(r.p, i / 4 * (2048 / 16)), 1);
-		wgm_commit();
-		if (i >= REG_AHEAD)
+		if (i >= REG_AHEAD || !FIRST)
 			wgm_wait<REG_AHEAD>();
-		if (j < 16)
+		if (!FIRST && i == REG_AHEAD)
+			reg_page_done(seq - 1, sm);
+		if (j < 16 || NEXT == REG_VALUES)
 			reg_value_cvt(f.w[t & 1], j % 4, f.a[j % REG_SLOTS]);
-		else
+		else if (NEXT == REG_SCORES)
 			reg_key_cvt(f.w[0], j % 4, f.a[j % REG_SLOTS]);
 		if (j % 4 == 3 && t < 2)
 			reg_value_group(r, stage, t + 2, f.w[t & 1]);
-		else if (j % 4 == 3)
+		else if (j % 4 == 3 && NEXT == REG_VALUES)
+			reg_value_group(r, next, t - 2, f.w[t & 1]);
+		else if (j % 4 == 3 && NEXT == REG_SCORES)
 			reg_score_group(r, next, t - 2, f.w[t & 1]);
-		if (i == 3)
+		if (OWN && i == 3)
 			reg_halve_send<8>(ls);
-		else if (i == 6)
+		else if (OWN && i == 6)
 			reg_halve_add<8>(ls);
-		else if (i == 7)
+		else if (OWN && i == 7)
 			reg_halve_send<4>(ls);
-		else if (i == 10)
+		else if (OWN && i == 10)
 			reg_halve_add<4>(ls);
-		else if (i == 11)
+		else if (OWN && i == 11)
 			reg_halve_send<2>(ls);
 	}
-	reg_halve_add<2>(ls);
-	st.l[0] += ls[0];
-	st.l[1] += ls[1];
+	if (OWN)
+		reg_halve_add<2>(ls);
 }
 
 KVK_DEV void reg_arrive(uint64_t *bar)
@@ -426,22 +436,6 @@ KVK_DEV void reg_arrive(uint64_t *bar)
 	__syncwarp();
 	if ((threadIdx.x & 31) == 0)
 		mbar_arrive(bar);
-}
-
-/* The products are done with P; this is where raised references take effect. */
-KVK_DEV void reg_other(const struct reg_lane &r, uint32_t seq, uint32_t next,
-		       struct reg_feed &f, struct reg_state &st, struct reg_smem *sm)
-{
-	const uint32_t stage = seq % reg_cfg::STAGES;
-
-	mbar_wait(&sm->p_full, seq & 1);
-	if (*(volatile uint32_t *)&sm->raised) {
-		wgm_wait<0>();
-		reg_keep(st.o);
-		reg_shrink(sm, st);
-	}
-	reg_values_other(r, stage, next, f, st.o);
-	reg_arrive(&sm->empty[stage]);
 }
 
 #endif /* KVK_ATTN_MLA_REG_MATH_CUH */

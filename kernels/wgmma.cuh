@@ -57,6 +57,13 @@ WGM_DEV uint64_t wgm_desc(uint32_t addr, uint32_t mn_bytes = 16)
 	       (64ull << 32) | (1ull << 62);
 }
 
+/* ... whose groups of 8 rows lie @apart bytes apart */
+WGM_DEV uint64_t wgm_desc_rows(uint32_t addr, uint32_t apart)
+{
+	return (uint64_t)((addr & 0x3ffff) >> 4) | 1ull << 16 |
+	       (uint64_t)(apart >> 4) << 32 | 1ull << 62;
+}
+
 /* The descriptor of what lies @units of 16 bytes further. */
 WGM_DEV uint64_t wgm_desc_at(uint64_t desc, uint32_t units)
 {

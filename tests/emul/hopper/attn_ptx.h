@@ -274,7 +274,7 @@ KVK_DEV void ldmatrix4_trans(uint32_t addr, uint32_t (&w)[4])
  */
 
 void hopper_product_turned(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b,
-			   uint32_t block, bool bf16);
+			   uint32_t block, bool bf16, uint32_t apart);
 
 /* 16 bytes, or zeros; those of a thread that are not there yet arrive together, as one of @bar. */
 void hopper_piece(uint32_t dst, const void *src);
@@ -315,7 +315,7 @@ KVK_DEV void wgmma_scores(float *d, uint64_t a, uint64_t b, int use_d)
 KVK_DEV void wgmma_values(float *d, const uint32_t *a, uint64_t b)
 {
 	hopper_product_turned(d, 256, *(const uint32_t(*)[4])a, wg_addr(b),
-			      (uint32_t)(b >> 16 & 0x3fff) << 4, true);
+			      (uint32_t)(b >> 16 & 0x3fff) << 4, true, 0);
 }
 
 /* FP8 pages: descriptors are wgm_desc()'s, or one with the 64-byte swizzle. */
@@ -327,7 +327,8 @@ KVK_DEV void wgm_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int u
 		hopper_product(d, N, a, (uint32_t)(b & 0x3fff) << 4, use_d);
 	} else {
 		HOPPER_CHECK(use_d);
-		hopper_product_turned(d, N, a, (uint32_t)(b & 0x3fff) << 4, 8192, false);
+		hopper_product_turned(d, N, a, (uint32_t)(b & 0x3fff) << 4, 8192, false,
+				      (uint32_t)(b >> 32 & 0x3fff) << 4);
 	}
 }
 

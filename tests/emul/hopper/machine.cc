@@ -478,9 +478,11 @@ void hopper_product_bf16(float *d, uint32_t n, uint32_t a, uint32_t b, int use_d
 
 /* a in registers; b's memory is rows of k, in blocks of 64 columns, @block bytes apart */
 void hopper_product_turned(float *d, uint32_t n, const uint32_t (&a)[4], uint32_t b,
-			   uint32_t block, bool bf16)
+			   uint32_t block, bool bf16, uint32_t apart)
 {
 	struct product p = {};
+
+	p.apart = apart;
 
 	p.type = bf16 ? BF16 : F16;
 	p.n = n;

@@ -19,6 +19,7 @@ struct product {
 	uint32_t rows; /* where the warp's rows are in shared memory; 0: in a */
 	uint32_t n, b;
 	uint32_t turned; /* b's memory is rows of k: bytes from 64 columns to the next */
+	uint32_t apart;	 /* ... from 8 rows to the next; 0: they follow each other */
 	bool narrow;	 /* b's rows are 64 bytes with the swizzle of 64 */
 	int use_d;
 };
@@ -54,8 +55,9 @@ static float product_b(const struct product *p, uint32_t n, uint32_t k)
 	const uint32_t bytes = p->type == E4M3 ? 1 : 2;
 
 	if (p->turned)
-		return product_value(
-			p, product_at(p->b + n / 64 * p->turned, k, n % 64 * 2));
+		return product_value(p, product_at(p->b + n / 64 * p->turned +
+							   (p->apart ? k / 8 * p->apart : 0),
+						   p->apart ? k % 8 : k, n % 64 * 2));
 	return product_value(p, p->narrow ? product_narrow(p->b, n, k * bytes)
 					  : product_at(p->b, n, k * bytes));
 }

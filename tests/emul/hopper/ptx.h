@@ -567,6 +567,12 @@ static inline uint64_t wgm_desc(uint32_t addr)
 	return addr >> 4;
 }
 
+static inline uint64_t wgm_desc_rows(uint32_t addr, uint32_t apart)
+{
+	HOPPER_CHECK(addr % 1024 == 0 && apart % 1024 == 0 && apart < 1 << 18);
+	return addr >> 4 | (uint64_t)(apart >> 4) << 32;
+}
+
 static inline uint64_t wgm_desc_at(uint64_t desc, uint32_t units)
 {
 	return desc + units;
