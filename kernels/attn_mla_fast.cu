@@ -8,8 +8,8 @@
  *
  * Scores: S = Q K^T, both from shared memory. Q is in e4m3 with one scale a row. The rope's part comes
  * with what rounding left of it, as a second product: it costs little and makes it good for 8 bits.
- * It goes first and is multiplied by rope scale over latent scale, which a warp of the producers
- * prepares for every token (as it clears values behind the end), before the latent's are added.
+ * It has sums of its own, which are multiplied by rope scale over latent scale, as a warp of the producers
+ * prepares it for every token (it also clears values behind the end), and added to the latent's.
  *
  * Values: O^T += V^T P^T with V^T in registers. ldmatrix transposes pairs of bytes and four byte
  * permutations put four tokens of a dim side by side, in the order in which lanes hold P: no
@@ -52,18 +52,20 @@ KVK_DEV void fast_p_done(uint32_t seq, struct fast_smem *sm)
 		mbar_arrive(&sm->p_empty[seq % FAST_PS]);
 }
 
-/* Scores of page @seq: the rope's, then the latent's. */
+/* Scores of page @seq: the rope's and the latent's have sums of their own, so one wait is for both. */
 KVK_DEV void fast_scores(uint32_t seq, float (&s)[32], struct fast_smem *sm)
 {
 	const uint32_t stage = seq % fast_cfg::STAGES, phase = seq / fast_cfg::STAGES & 1;
+	float rope[32];
 
 	mbar_wait(&sm->full[stage], phase);
-	fast_rope_products(sm, stage, s);
+	fast_rope_products(sm, stage, rope);
+	fast_latent_products(sm, stage, s);
 	mbar_wait(&sm->ready[stage], phase);
 	wgm_wait<0>();
+	wgm_keep<32>(rope);
 	wgm_keep<32>(s);
-	fast_ratio(sm->f[stage], s);
-	fast_latent_products(sm, stage, s);
+	fast_add(sm->f[stage], rope, s);
 }
 
 /*
@@ -142,8 +144,6 @@ KVK_DEV void fast_pages(const struct attn_params &p, const struct plan_seg &g,
 		float s[32], ls[2];
 
 		fast_scores(at, s, sm);
-		wgm_wait<0>();
-		wgm_keep<32>(s);
 		if (left < (int32_t)(TOKENS + g.q_len - 1))
 			fast_mask(p, g, left, s);
 		raise = fast_softmax(p, r, at, prev, s, ls, &raised, sm);

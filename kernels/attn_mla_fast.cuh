@@ -202,7 +202,7 @@ KVK_DEV uint64_t fast_desc64(uint32_t addr)
 	return (uint64_t)((addr & 0x3ffff) >> 4) | 1ull << 16 | 32ull << 32 | 2ull << 62;
 }
 
-/* Rope products, then (behind a wait and the ratio) the latent's. A: 64 rows of Q, B: 64 tokens. */
+/* Products of the rope and of the latent. A: 64 rows of Q, B: 64 tokens. */
 KVK_DEV void fast_rope_products(const struct fast_smem *sm, uint32_t stage,
 				float (&s)[32])
 {
@@ -226,7 +226,7 @@ KVK_DEV void fast_latent_products(const struct fast_smem *sm, uint32_t stage,
 #pragma unroll
 	for (int i = 0; i < 16; i++)
 		wgm_ss_e4m3(s, wgm_desc_at(q, i / 4 * (REG_BLOCK / 16) + i % 4 * 2),
-			    wgm_desc_at(k, i / 4 * (REG_BLOCK / 16) + i % 4 * 2), 1);
+			    wgm_desc_at(k, i / 4 * (REG_BLOCK / 16) + i % 4 * 2), i > 0);
 	wgm_commit();
 }
 

@@ -10,8 +10,9 @@
 
 /* A thread's scores: s[4 j + 2 h + e] is of row g + 8 h of its warp's sixteen, token 8 j + 2 c + e. */
 
-/* The rope's scores in units of the latent scales. */
-KVK_DEV void fast_ratio(const struct fast_factors &f, float (&s)[32])
+/* The rope's scores, in units of the latent scales, and the latent's. */
+KVK_DEV void fast_add(const struct fast_factors &f, const float (&rope)[32],
+		      float (&s)[32])
 {
 	const float2 *ratio = (const float2 *)f.ratio + (threadIdx.x & 3);
 
@@ -21,8 +22,10 @@ KVK_DEV void fast_ratio(const struct fast_factors &f, float (&s)[32])
 
 #pragma unroll
 		for (int h = 0; h < 2; h++) {
-			s[4 * j + 2 * h] *= v.x;
-			s[4 * j + 2 * h + 1] *= v.y;
+			const int i = 4 * j + 2 * h;
+
+			s[i] = fmaf(rope[i], v.x, s[i]);
+			s[i + 1] = fmaf(rope[i + 1], v.y, s[i + 1]);
 		}
 	}
 }
