@@ -8,8 +8,9 @@
  *
  * Scores: S = Q K^T, both from shared memory. Q is in e4m3 with one scale a row. The rope's part comes
  * with what rounding left of it, as a second product: it costs little and makes it good for 8 bits.
- * It goes first and is multiplied by rope scale over latent scale, which a warp of the producers
- * prepares for every token (as it clears values behind the end), before the latent's are added.
+ * It goes first, behind the values of the page before, and is multiplied by rope scale over latent scale,
+ * which a warp of the producers prepares for every token (as it clears values behind the end), before the
+ * latent's are added.
  *
  * Values: O^T += V^T P^T with V^T in registers. ldmatrix transposes pairs of bytes and four byte
  * permutations put four tokens of a dim side by side, in the order in which lanes hold P: no
@@ -52,26 +53,36 @@ KVK_DEV void fast_p_done(uint32_t seq, struct fast_smem *sm)
 		mbar_arrive(&sm->p_empty[seq % FAST_PS]);
 }
 
-/* Scores of page @seq: the rope's, then the latent's. */
-KVK_DEV void fast_scores(uint32_t seq, float (&s)[32], struct fast_smem *sm)
+/*
+ * Rope scores of page @next, the next one that this warpgroup scores, behind the products that are
+ * under way; with them it waits for all. If there is none (@more), products of queries with queries:
+ * a branch between products would make the assembler wait for each.
+ */
+KVK_DEV void fast_rope(uint32_t next, bool more, float (&s)[32], struct reg_state &st,
+		       struct fast_smem *sm)
 {
-	const uint32_t stage = seq % fast_cfg::STAGES, phase = seq / fast_cfg::STAGES & 1;
+	const uint32_t stage = next % fast_cfg::STAGES;
 
-	mbar_wait(&sm->full[stage], phase);
-	fast_rope_products(sm, stage, s);
-	mbar_wait(&sm->ready[stage], phase);
+	if (more)
+		mbar_wait(&sm->full[stage], next / fast_cfg::STAGES & 1);
+	fast_rope_products(sm, more ? sm->rope[stage] : sm->q[4], s);
 	wgm_wait<0>();
+	reg_keep(st.o);
 	wgm_keep<32>(s);
+	if (!more)
+		return;
+	mbar_wait(&sm->ready[stage], next / fast_cfg::STAGES & 1);
 	fast_ratio(sm->f[stage], s);
-	fast_latent_products(sm, stage, s);
 }
 
 /*
- * Values of the page before @at, if it is of this segment, and of @at. Sums shrink where a reference
- * was raised (@raised: by the one before): rare, so there the products wait for each other.
+ * Values of the page before @at, if it is of this segment, and of @at, then the rope's scores of
+ * @at + 2. Sums shrink where a reference was raised (@raised: by the one before): rare, so there the
+ * products wait for each other.
  */
 KVK_DEV void fast_sum(const struct fast_lane &r, uint32_t at, bool prev, bool raised,
-		      bool raise, struct reg_state &st, struct fast_smem *sm)
+		      bool raise, bool more, float (&s)[32], struct reg_state &st,
+		      struct fast_smem *sm)
 {
 	struct fast_feed f;
 
@@ -84,8 +95,7 @@ KVK_DEV void fast_sum(const struct fast_lane &r, uint32_t at, bool prev, bool ra
 		fast_page_done(at - 1, sm);
 		fast_values<false, false>(r, at, sm, f, st.o);
 		fast_page_done(at, sm);
-		wgm_wait<0>();
-		reg_keep(st.o);
+		fast_rope(at + 2, more, s, st, sm);
 		return;
 	}
 	if (raised)
@@ -102,8 +112,7 @@ KVK_DEV void fast_sum(const struct fast_lane &r, uint32_t at, bool prev, bool ra
 	fast_value_start(r, at % fast_cfg::STAGES, f);
 	fast_values<true, false>(r, at, sm, f, st.o);
 	fast_page_done(at, sm);
-	wgm_wait<0>();
-	reg_keep(st.o);
+	fast_rope(at + 2, more, s, st, sm);
 }
 
 /* A segment's last page, which the other one scored. @first: the only one, so there are no sums */
@@ -136,19 +145,24 @@ KVK_DEV void fast_pages(const struct attn_params &p, const struct plan_seg &g,
 	/* tokens from page @at on, at most */
 	int32_t left = (int32_t)(g.len - (g.page0 + own) * TOKENS);
 
+	float s[32];
+
+	if (seq + own < end)
+		fast_rope(seq + own, true, s, st, sm);
 	for (uint32_t at = seq + own; at < end; at += 2, left -= 2 * TOKENS) {
 		const bool prev = at != seq;
 		bool raise, raised;
-		float s[32], ls[2];
+		float ls[2];
 
-		fast_scores(at, s, sm);
+		fast_latent_products(sm, at % fast_cfg::STAGES, s);
 		wgm_wait<0>();
 		wgm_keep<32>(s);
 		if (left < (int32_t)(TOKENS + g.q_len - 1))
 			fast_mask(p, g, left, s);
 		raise = fast_softmax(p, r, at, prev, s, ls, &raised, sm);
 		/* the segment's first page had no sums to shrink */
-		fast_sum(r, at, prev, raised && at - 1 != seq, raise, st, sm);
+		fast_sum(r, at, prev, raised && at - 1 != seq, raise, at + 2 < end, s, st,
+			 sm);
 		st.l[0] += ls[0];
 		st.l[1] += ls[1];
 		if (prev)

@@ -202,12 +202,15 @@ KVK_DEV uint64_t fast_desc64(uint32_t addr)
 	return (uint64_t)((addr & 0x3ffff) >> 4) | 1ull << 16 | 32ull << 32 | 2ull << 62;
 }
 
-/* Rope products, then (behind a wait and the ratio) the latent's. A: 64 rows of Q, B: 64 tokens. */
-KVK_DEV void fast_rope_products(const struct fast_smem *sm, uint32_t stage,
+/*
+ * Rope products, then (behind a wait and the ratio) the latent's. A: 64 rows of Q, B: 64 tokens, at
+ * @rope.
+ */
+KVK_DEV void fast_rope_products(const struct fast_smem *sm, const uint8_t *rope,
 				float (&s)[32])
 {
 	const uint64_t q = wgm_desc(smem_addr(sm->q[4]));
-	const uint64_t k = fast_desc64(smem_addr(sm->rope[stage]));
+	const uint64_t k = fast_desc64(smem_addr(rope));
 
 	wgm_fence();
 #pragma unroll
