@@ -26,16 +26,14 @@
 
 void kvd_harden_environment(void)
 {
-	static const char
-		*const keep[] =
-			{
-				"PATH",		  "LANG",	"NOTIFY_SOCKET",
-				"LISTEN_FDS",	  "LISTEN_PID", "LISTEN_FDNAMES",
-				"JOURNAL_STREAM", /* dbg/log.c says the level there */
+	/* JOURNAL_STREAM: dbg/log.c says a line's level where there is a journal */
+	static const char *const keep[] = {
+		"PATH",	      "LANG",		"NOTIFY_SOCKET",  "LISTEN_FDS",
+		"LISTEN_PID", "LISTEN_FDNAMES", "JOURNAL_STREAM",
 #ifdef KV_MUTANTS
-				"KV_MUTANT",
+		"KV_MUTANT",
 #endif
-			};
+	};
 	char *values[KV_ARRAY_SIZE(keep)] = {0};
 
 	if (KV_MUTANT(environment_kept))
