@@ -105,7 +105,7 @@ static void check_limits(struct doctor *doc)
 		doc_say(doc, DOC_SKIP, "nofile", "", "%s: %s", whose, strerror(errno));
 	else if (lim.rlim_max < need) /* kvmd raises the soft limit to the hard one */
 		doc_say(doc, DOC_WARN, "nofile",
-			"LimitNOFILE=65536 in kvmd's unit, or ulimit -n 65536",
+			"LimitNOFILE=524288 in kvmd's unit, or ulimit -n 524288",
 			"%s limit is %s; %llu are needed: one an extent, %u a session",
 			whose, limit_text(lim.rlim_max, a, sizeof(a)),
 			(unsigned long long)need, FDS_PER_SESSION);
