@@ -180,7 +180,7 @@ KVT_TEST(a_tenant_that_has_much_hashed_leaves_requests_for_others)
 	static struct raw sealers[SEALERS];
 	struct kv_sqe nop = {.opcode = KV_OP_NOP};
 	struct kvd_tenant *mine, *other;
-	struct kvd_session *s;
+	struct kvd_session *s, *each;
 	pthread_t thread;
 	struct daemon d;
 	char command[96];
@@ -208,12 +208,16 @@ KVT_TEST(a_tenant_that_has_much_hashed_leaves_requests_for_others)
 	s->tenant = other;
 	for (u32 i = 0; i < SEALERS; i++)
 		seals_without_end(&sealers[i]);
+	/* The thread that armed their eventfds has ended, and the kernel takes its time. */
+	list_for_each_entry (each, &daemon_kvd.core.sessions, node)
+		kvd_conn_awake(each->owner);
 	for (turn = 0; turn < 200; turn++)
 		KVT_EXPECT(!kvd_turn(&daemon_kvd));
+	/* whoever's turn it is when one of them ends */
+	KVT_EXPECT(!list_empty(&daemon_kvd.requests.free));
 	for (u32 i = 0; i < 3; i++) {
 		before = completed(&c);
 		raw_submit(&c, nop);
-		/* The thread that armed its eventfd has ended, and the kernel takes its time. */
 		kvd_conn_awake(s->owner);
 		for (turn = 0; turn < 20000 && completed(&c) == before; turn++)
 			KVT_EXPECT(!kvd_turn(&daemon_kvd));
