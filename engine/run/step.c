@@ -201,7 +201,8 @@ static int step_begin(struct eng_engine *e)
 	if (!eng_session_look(e) && !KV_MUTANT(old_leases_on_a_new_table))
 		rc = -ETIMEDOUT;
 	/* the mirror is a new table's, and the step may have been announced to the old one */
-	else if (epoch != e->session.table_epoch && !KV_MUTANT(step_of_the_old_table))
+	else if (epoch != e->session.table_epoch && !KV_MUTANT(step_of_the_old_table) &&
+		 !KV_MUTANT(old_leases_on_a_new_table))
 		rc = -ETIMEDOUT;
 	else if (e->session.check_mode != KV_CHECK_OFF)
 		rc = kvc_step_block(s->kvc, e->pool, s->stream, s->block, s->block_bytes);

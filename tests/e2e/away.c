@@ -48,19 +48,27 @@ static struct rig rig;
 static struct trace alone[2], traces[2];
 static u32 prompt[2][PROMPT];
 static void (*on_begin)(void); /* once, when a step has begun */
+static bool on_begin_early;    /* ... is about to begin */
 static bool nobody;	       /* there is no kvmd: who asks would wait for the timeout */
 static bool no_pages;	       /* nor is there one in the magazine */
 static u32 nr_asked;	       /* calls that would have waited */
 static u32 nr_locked;	       /* so many tries find the library's lock taken */
 static bool stop_attach;
+static bool
+	cold; /* no keeper, so that the next kvmd knows nobody, and no check of steps */
 static sem_t attaching, attach_on;
 
 int __wrap_kvc_step_begin(struct kvc *c, struct kvc_step **ret_step)
 {
-	int rc = __real_kvc_step_begin(c, ret_step);
 	void (*act)(void) = on_begin;
+	int rc;
 
-	if (!rc && act) {
+	if (act && on_begin_early) {
+		on_begin = NULL;
+		act();
+	}
+	rc = __real_kvc_step_begin(c, ret_step);
+	if (!rc && act && !on_begin_early) {
 		on_begin = NULL;
 		act();
 	}
@@ -153,9 +161,9 @@ static void kvmd_again(const char *path)
 		dup2(log, 1);
 		dup2(log, 2);
 		execl(path, path, "--private", rig.kvmd.dir, "--die-with-parent",
-		      "--keeper", "--test-extents", "--backend",
-		      rig_on_cuda() ? "cuda" : "host", rig_size_option(), HOST_BYTES,
-		      "--ready-fd", fd_text, NULL);
+		      "--keeper", "--test-extents", "--check", cold ? "off" : "batch",
+		      "--backend", rig_on_cuda() ? "cuda" : "host", rig_size_option(),
+		      HOST_BYTES, "--ready-fd", fd_text, NULL);
 		_exit(127);
 	}
 	close(fds[1]);
@@ -179,14 +187,15 @@ static const char *kvmd_path(void)
 /* What both requests say when nothing happens. */
 static struct eng_engine *open_engine(u32 timeout_ms)
 {
-	const char *const args[] = {"--host-bytes", HOST_BYTES, "--keeper", NULL};
+	const char *const kept[] = {"--host-bytes", HOST_BYTES, "--keeper", NULL};
+	const char *const lost[] = {"--host-bytes", HOST_BYTES, "--check", "off", NULL};
 	struct eng_options opt = {.kv = ENG_KV_FP8,
 				  .batch_max = 4,
 				  .chunk_tokens = 64,
 				  .timeout_ms = timeout_ms};
 	struct eng_engine *e;
 
-	rig_kvmd(&rig, args);
+	rig_kvmd(&rig, cold ? lost : kept);
 	rig_model(&rig, "tiny-k2", ENG_WEIGHTS_AS_IS);
 	e = rig_engine(&rig, &opt);
 	for (u32 i = 0; i < 2; i++) {
@@ -365,6 +374,36 @@ KVT_TEST(step_that_began_before_another_thread_connected)
 	rig_run(e);
 	KVT_EXPECT(!on_begin);
 	expect_both(SHORT + PROMPT);
+	KVT_EXPECT_EQ(incidents(), 0);
+	eng_engine_destroy(e);
+	rig_close(&rig);
+}
+
+/*
+ * Another thread connects before the step begins, to a kvmd that knows nothing of the session: the
+ * step is of leases that are no more, and with check=off nothing else tells.
+ */
+KVT_TEST(step_of_leases_that_another_thread_found_gone)
+{
+	struct eng_engine *e;
+	struct eng_request *r;
+
+	cold = true;
+	e = open_engine(2000);
+	the_engine = e;
+	the_path = kvmd_path();
+	r = trace_submit(e, &traces[0], prompt[0], SHORT, NEW, true);
+	trace_submit(e, &traces[1], prompt[1], PROMPT, NEW, true);
+	rig_turns(e, r, 10);
+	on_begin_early = true;
+	on_begin = connect_again;
+	rig_run(e);
+	KVT_EXPECT(!on_begin);
+	for (u32 i = 0; i < 2; i++) {
+		KVT_EXPECT_STR(eng_finish_str(traces[i].res.finish), "length");
+		trace_expect_equal(&traces[i], &alone[i], "computed anew");
+		KVT_EXPECT_EQ(traces[i].res.nr_preempted, 1);
+	}
 	KVT_EXPECT_EQ(incidents(), 0);
 	eng_engine_destroy(e);
 	rig_close(&rig);
