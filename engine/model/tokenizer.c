@@ -466,6 +466,28 @@ static bool is_empty_sequence(const struct eng_json *top, const char *field)
 	return cJSON_IsArray(list) && !list->child;
 }
 
+/*
+ * Tokens that a post-processor adds would be left out without a word. ByteLevel adds none: its
+ * trim_offsets is about offsets.
+ */
+static int check_post_processor(const struct eng_json *top)
+{
+	const cJSON *post = eng_json_field(top, "post_processor");
+	const cJSON *list = cJSON_GetObjectItemCaseSensitive(post, "processors");
+	const cJSON *v = cJSON_IsArray(list) ? list->child : post;
+
+	if (eng_json_absent(top, "post_processor"))
+		return 0;
+	for (; v; v = cJSON_IsArray(list) ? v->next : NULL) {
+		const cJSON *type = cJSON_GetObjectItemCaseSensitive(v, "type");
+
+		if (!cJSON_IsString(type) || strcmp(type->valuestring, "ByteLevel"))
+			return eng_json_refuse(top, "post_processor", -ENOTSUP,
+					       "null or ByteLevel, which adds no token");
+	}
+	return 0;
+}
+
 static int check_options(const struct eng_json *top, const struct eng_json *model,
 			 struct eng_tokenizer *tok)
 {
@@ -490,7 +512,7 @@ static int check_options(const struct eng_json *top, const struct eng_json *mode
 		r = eng_json_refuse(top, "normalizer", -ENOTSUP, "null");
 	if (!r && cJSON_IsObject(dec.obj))
 		r = eng_json_only_str(&dec, "type", "ByteLevel");
-	return r;
+	return r ?: check_post_processor(top);
 }
 
 static int build(struct eng_tokenizer *tok, const struct eng_json *top)

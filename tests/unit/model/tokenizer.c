@@ -396,6 +396,13 @@ KVT_TEST(other_tokenizers_are_refused_by_field)
 		{"pre_tokenizer.pretokenizers",
 		 "[{\"type\":\"Split\",\"pattern\":{\"Regex\":\"a\"},\"behavior\":\"Removed\"}]",
 		 "behavior is \"Removed\""},
+		{"post_processor", "{\"type\":\"TemplateProcessing\"}",
+		 "post_processor is {\"type\":\"TemplateProcessing\"}"},
+		{"post_processor",
+		 "{\"type\":\"Sequence\",\"processors\":[{\"type\":\"ByteLevel\"},{\"type\":"
+		 "\"TemplateProcessing\"}]}",
+		 "post_processor"},
+		{"post_processor", "7", "post_processor is 7"},
 		{"decoder.type", "\"WordPiece\"", "decoder.type is \"WordPiece\""},
 		{"added_tokens", "[{\"id\":0}]", "added_tokens"},
 		{"added_tokens", "[{\"id\":7,\"content\":\"<x>\"}]",
@@ -429,6 +436,12 @@ KVT_TEST(both_forms_of_merges_and_patterns)
 		KVT_EXPECT_EQ(load_edited(cases[i].field, cases[i].value, &err), 0);
 	KVT_EXPECT_EQ(load_edited("normalizer",
 				  "{\"type\":\"Sequence\",\"normalizers\":[]}", &err),
+		      0);
+	KVT_EXPECT_EQ(load_edited("post_processor", "{\"type\":\"ByteLevel\"}", &err), 0);
+	KVT_EXPECT_EQ(load_edited("post_processor",
+				  "{\"type\":\"Sequence\",\"processors\":[{\"type\":"
+				  "\"ByteLevel\",\"trim_offsets\":false}]}",
+				  &err),
 		      0);
 	KVT_EXPECT_EQ(load_edited("pre_tokenizer",
 				  "{\"type\":\"ByteLevel\",\"add_prefix_space\":false}",
