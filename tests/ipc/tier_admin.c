@@ -68,7 +68,8 @@ KVT_TEST(clients_leave_while_pages_come_back)
 	raw_close(&r);
 	make(500); /* the others go on: its pages are free ones, or PENDING */
 	kill(mover, SIGCONT);
-	KVT_EXPECT_EQ(fetch(1), SEQ_PAGES);
+	/* a copier that stands still makes misses, until a job ends */
+	expect_within(fetch(1) == SEQ_PAGES, 5000);
 	expect_within(number("tier", "tiers.busy") == 0, 3000);
 	KVT_EXPECT_EQ(number("audit", "damage"), 0);
 	finish();
@@ -91,7 +92,7 @@ KVT_TEST(prefetch_gives_up_in_time)
 	KVT_EXPECT(r == KV_PENDING || r == -ETIMEDOUT);
 	KVT_EXPECT(kv_now_ns() - start < 3 * KV_NSEC_PER_SEC);
 	kill(mover, SIGCONT);
-	KVT_EXPECT_EQ(fetch(1), SEQ_PAGES);
+	expect_within(fetch(1) == SEQ_PAGES, 5000);
 	finish();
 }
 
