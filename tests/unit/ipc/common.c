@@ -5,6 +5,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
@@ -35,6 +36,18 @@ static void daemon_child(const struct kvd_options *opt)
 	_exit(r ? 1 : 0);
 }
 
+/* A directory of its own, and what lies in it. */
+static void daemon_place(struct daemon *d, struct kvd_options *opt)
+{
+	strcpy(d->dir, "/tmp/kvt-ipc.XXXXXX");
+	KVT_EXPECT(mkdtemp(d->dir));
+	snprintf(d->socket_path, sizeof(d->socket_path), "%s/kvmd.sock", d->dir);
+	snprintf(d->admin_path, sizeof(d->admin_path), "%s/admin.sock", d->dir);
+	strcpy(opt->socket_path, d->socket_path);
+	strcpy(opt->admin_path, d->admin_path);
+	strcpy(opt->state_dir, d->dir);
+}
+
 void daemon_start(struct daemon *d, void (*tweak)(struct kvd_options *opt))
 {
 	struct kvd_options opt = {
@@ -42,13 +55,7 @@ void daemon_start(struct daemon *d, void (*tweak)(struct kvd_options *opt))
 	char ready[8];
 	int p[2];
 
-	strcpy(d->dir, "/tmp/kvt-ipc.XXXXXX");
-	KVT_EXPECT(mkdtemp(d->dir));
-	snprintf(d->socket_path, sizeof(d->socket_path), "%s/kvmd.sock", d->dir);
-	snprintf(d->admin_path, sizeof(d->admin_path), "%s/admin.sock", d->dir);
-	strcpy(opt.socket_path, d->socket_path);
-	strcpy(opt.admin_path, d->admin_path);
-	strcpy(opt.state_dir, d->dir);
+	daemon_place(d, &opt);
 	KVT_EXPECT(!pipe2(p, O_CLOEXEC));
 	opt.ready_fd = p[1];
 	if (tweak)
@@ -63,16 +70,12 @@ void daemon_start(struct daemon *d, void (*tweak)(struct kvd_options *opt))
 	close(p[0]);
 }
 
-void daemon_stop(struct daemon *d)
+static void daemon_remove(const struct daemon *d)
 {
 	char path[400];
 	struct dirent *e;
-	int status;
-	DIR *dir;
+	DIR *dir = opendir(d->dir);
 
-	kill(d->pid, SIGTERM);
-	KVT_EXPECT_EQ(waitpid(d->pid, &status, 0), d->pid);
-	dir = opendir(d->dir);
 	while (dir && (e = readdir(dir))) {
 		snprintf(path, sizeof(path), "%s/%s", d->dir, e->d_name);
 		unlink(path);
@@ -80,7 +83,55 @@ void daemon_stop(struct daemon *d)
 	if (dir)
 		closedir(dir);
 	rmdir(d->dir);
+}
+
+void daemon_stop(struct daemon *d)
+{
+	int status;
+
+	kill(d->pid, SIGTERM);
+	KVT_EXPECT_EQ(waitpid(d->pid, &status, 0), d->pid);
+	daemon_remove(d);
 	KVT_EXPECT_EQ(status, 0);
+}
+
+static pthread_t turner;
+static bool turning;
+
+static void *make_turns(void *arg)
+{
+	(void)arg;
+	while (__atomic_load_n(&turning, __ATOMIC_ACQUIRE))
+		KVT_EXPECT(!kvd_turn(&daemon_kvd));
+	return NULL;
+}
+
+void daemon_here(struct daemon *d, u64 host_bytes)
+{
+	struct kvd_options opt = {.check = -1,
+				  .socket_mode = 0600,
+				  .host_bytes = host_bytes,
+				  .ready_fd = -1};
+	char error[KVD_CONFIG_ERROR_BYTES];
+
+	daemon_place(d, &opt);
+	if (kvd_init(&daemon_kvd, &opt, error))
+		KVT_FAIL("kvd_init: %s", error);
+}
+
+void daemon_here_turns(bool on)
+{
+	__atomic_store_n(&turning, on, __ATOMIC_RELEASE);
+	if (on)
+		KVT_EXPECT(!pthread_create(&turner, NULL, make_turns, NULL));
+	else
+		pthread_join(turner, NULL);
+}
+
+void daemon_here_end(struct daemon *d)
+{
+	kvd_fini(&daemon_kvd);
+	daemon_remove(d);
 }
 
 int daemon_nr_fds(const struct daemon *d)

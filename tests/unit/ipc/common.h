@@ -33,6 +33,19 @@ void daemon_start(struct daemon *d, void (*tweak)(struct kvd_options *opt));
 /** daemon_stop() - SIGTERM; asserts that it ended well; removes the directory */
 void daemon_stop(struct daemon *d);
 
+/**
+ * daemon_here() - a daemon in this process, whose turns are the test's: kvd_turn(&daemon_kvd)
+ *
+ * Not for daemon_stop() and what asks a child.
+ */
+void daemon_here(struct daemon *d, u64 host_bytes);
+
+/** daemon_here_turns() - from now on (@on) a thread makes its turns, or again nobody does */
+void daemon_here_turns(bool on);
+
+/** daemon_here_end() - end it; removes the directory */
+void daemon_here_end(struct daemon *d);
+
 /** daemon_nr_fds() - open fds of the daemon */
 int daemon_nr_fds(const struct daemon *d);
 

@@ -5,7 +5,6 @@
  */
 #include <dlfcn.h>
 #include <errno.h>
-#include <pthread.h>
 #include <sys/socket.h>
 
 #include "kvmd/ipc/conn.h"
@@ -13,7 +12,6 @@
 #include "tests/unit/ipc/common.h"
 
 static bool full; /* no room for descriptors */
-static bool turning;
 
 ssize_t sendmsg(int fd, const struct msghdr *mh, int flags)
 {
@@ -26,43 +24,13 @@ ssize_t sendmsg(int fd, const struct msghdr *mh, int flags)
 	return real(fd, mh, flags);
 }
 
-static void *turns(void *arg)
-{
-	while (__atomic_load_n(&turning, __ATOMIC_ACQUIRE))
-		KVT_EXPECT(!kvd_turn(&daemon_kvd));
-	return NULL;
-}
-
-static void turns_by_themselves(pthread_t *thread, bool on)
-{
-	__atomic_store_n(&turning, on, __ATOMIC_RELEASE);
-	if (on)
-		KVT_EXPECT(!pthread_create(thread, NULL, turns, NULL));
-	else
-		pthread_join(*thread, NULL);
-}
-
 /* A daemon in this process, and a client of it that is served. */
 static void scene(struct daemon *d, struct raw *c)
 {
-	struct kvd_options opt = {.check = -1,
-				  .socket_mode = 0600,
-				  .host_bytes = 256ull << 20,
-				  .ready_fd = -1};
-	char error[KVD_CONFIG_ERROR_BYTES];
-	pthread_t thread;
-
-	strcpy(d->dir, "/tmp/kvt-ipc.XXXXXX");
-	KVT_EXPECT(mkdtemp(d->dir));
-	snprintf(d->socket_path, sizeof(d->socket_path), "%s/kvmd.sock", d->dir);
-	strcpy(opt.socket_path, d->socket_path);
-	snprintf(opt.admin_path, sizeof(opt.admin_path), "%s/admin.sock", d->dir);
-	strcpy(opt.state_dir, d->dir);
-	if (kvd_init(&daemon_kvd, &opt, error))
-		KVT_FAIL("kvd_init: %s", error);
-	turns_by_themselves(&thread, true);
+	daemon_here(d, 256ull << 20);
+	daemon_here_turns(true);
 	raw_open(c, d);
-	turns_by_themselves(&thread, false);
+	daemon_here_turns(false);
 }
 
 static struct kvd_conn *newest(void)
@@ -75,9 +43,7 @@ KVT_TEST(what_waits_for_room_for_descriptors_does_not_keep_the_loop_awake)
 	struct kv_msg_hello hello;
 	struct raw c, late;
 	struct kv_grant g;
-	pthread_t thread;
 	struct daemon d;
-	char command[96];
 	u32 i, ran = 0;
 
 	scene(&d, &c);
@@ -94,7 +60,7 @@ KVT_TEST(what_waits_for_room_for_descriptors_does_not_keep_the_loop_awake)
 		ran += (u32)kvd_loop_wait(daemon_kvd.loop, 0);
 	KVT_EXPECT_EQ(ran, 0);
 	/* the others are served meanwhile, and it is as soon as there is room */
-	turns_by_themselves(&thread, true);
+	daemon_here_turns(true);
 	KVT_EXPECT_EQ(raw_alloc(&c, 0, KV_GFP_NOWAIT, &g), -EINVAL);
 	KVT_EXPECT_EQ(recv(late.fd, &i, sizeof(i), MSG_DONTWAIT | MSG_PEEK), -1);
 	full = false;
@@ -102,15 +68,13 @@ KVT_TEST(what_waits_for_room_for_descriptors_does_not_keep_the_loop_awake)
 		      sizeof(late.hello));
 	KVT_EXPECT_EQ(late.hello.result, 0);
 	KVT_EXPECT_EQ(late.nr_fds, 4);
-	turns_by_themselves(&thread, false);
+	daemon_here_turns(false);
 	KVT_EXPECT_EQ(daemon_kvd.refs_ns, 0);
 	for (i = 0; i < 4; i++)
 		close(late.fds[i]);
 	raw_close(&c);
 	close(late.fd);
-	kvd_fini(&daemon_kvd);
-	snprintf(command, sizeof(command), "rm -r %s", d.dir);
-	KVT_EXPECT_EQ(system(command), 0);
+	daemon_here_end(&d);
 }
 
 KVT_MAIN()

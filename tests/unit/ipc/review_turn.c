@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How much one session gets in a turn: others wait for as long as it takes. */
-#include <pthread.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -11,38 +10,13 @@
 
 #define ENTRIES 16u
 
-static bool turning;
-
-static void *turns(void *arg)
-{
-	while (__atomic_load_n(&turning, __ATOMIC_ACQUIRE))
-		KVT_EXPECT(!kvd_turn(&daemon_kvd));
-	return NULL;
-}
-
 /* A daemon in this process; its turns are ours once a client has opened a session. */
 static void scene(struct daemon *d, struct raw *c)
 {
-	struct kvd_options opt = {.check = -1,
-				  .socket_mode = 0600,
-				  .host_bytes = 1ull << 30,
-				  .ready_fd = -1};
-	char error[KVD_CONFIG_ERROR_BYTES];
-	pthread_t thread;
-
-	strcpy(d->dir, "/tmp/kvt-ipc.XXXXXX");
-	KVT_EXPECT(mkdtemp(d->dir));
-	snprintf(d->socket_path, sizeof(d->socket_path), "%s/kvmd.sock", d->dir);
-	strcpy(opt.socket_path, d->socket_path);
-	snprintf(opt.admin_path, sizeof(opt.admin_path), "%s/admin.sock", d->dir);
-	strcpy(opt.state_dir, d->dir);
-	if (kvd_init(&daemon_kvd, &opt, error))
-		KVT_FAIL("kvd_init: %s", error);
-	turning = true;
-	KVT_EXPECT(!pthread_create(&thread, NULL, turns, NULL));
+	daemon_here(d, 1ull << 30);
+	daemon_here_turns(true);
 	raw_open(c, d);
-	__atomic_store_n(&turning, false, __ATOMIC_RELEASE);
-	pthread_join(thread, NULL);
+	daemon_here_turns(false);
 }
 
 static u32 completed(const struct raw *c)
@@ -57,7 +31,6 @@ KVT_TEST(a_turn_serves_a_bounded_number_of_pages)
 	struct kv_sqe sqe = {.opcode = KV_OP_FREE,
 			     .nr = KV_BATCH_MAX,
 			     .arg_bytes = KV_BATCH_MAX * sizeof(struct kv_page_ref)};
-	char command[96];
 	struct raw c;
 
 	scene(&d, &c);
@@ -79,9 +52,7 @@ KVT_TEST(a_turn_serves_a_bounded_number_of_pages)
 		KVT_EXPECT(!kvd_turn(&daemon_kvd));
 	KVT_EXPECT_LE(turn, 4);
 	raw_close(&c);
-	kvd_fini(&daemon_kvd);
-	snprintf(command, sizeof(command), "rm -r %s", d.dir);
-	KVT_EXPECT_EQ(system(command), 0);
+	daemon_here_end(&d);
 }
 
 static int admin_connect(const struct daemon *d)
@@ -119,7 +90,6 @@ KVT_TEST(audit_takes_many_turns)
 	static const char audit[] = "{\"op\":\"audit\"}\n{\"op\":\"version\"}\n";
 	static char line[8192];
 	struct daemon d;
-	char command[96];
 	struct raw c;
 	u32 pages, nr;
 	int fd, gone;
@@ -148,9 +118,7 @@ KVT_TEST(audit_takes_many_turns)
 		KVT_EXPECT(!kvd_turn(&daemon_kvd));
 	KVT_EXPECT(!daemon_kvd.audit_run);
 	raw_close(&c);
-	kvd_fini(&daemon_kvd);
-	snprintf(command, sizeof(command), "rm -r %s", d.dir);
-	KVT_EXPECT_EQ(system(command), 0);
+	daemon_here_end(&d);
 }
 
 #define SEALERS (KVD_REQUESTS + 8)
@@ -181,9 +149,7 @@ KVT_TEST(a_tenant_that_has_much_hashed_leaves_requests_for_others)
 	struct kv_sqe nop = {.opcode = KV_OP_NOP};
 	struct kvd_tenant *mine, *other;
 	struct kvd_session *s, *each;
-	pthread_t thread;
 	struct daemon d;
-	char command[96];
 	struct rlimit lim_fds;
 	struct raw c;
 	u32 turn, before;
@@ -195,12 +161,10 @@ KVT_TEST(a_tenant_that_has_much_hashed_leaves_requests_for_others)
 		KVT_SKIP("RLIMIT_NOFILE is %llu", (unsigned long long)lim_fds.rlim_max);
 	scene(&d, &c);
 	s = kv_container_of(daemon_kvd.core.sessions.next, struct kvd_session, node);
-	turning = true;
-	KVT_EXPECT(!pthread_create(&thread, NULL, turns, NULL));
+	daemon_here_turns(true);
 	for (u32 i = 0; i < SEALERS; i++)
 		raw_open(&sealers[i], &d);
-	__atomic_store_n(&turning, false, __ATOMIC_RELEASE);
-	pthread_join(thread, NULL);
+	daemon_here_turns(false);
 	/* the one that was there first is somebody else's */
 	mine = s->tenant;
 	KVT_EXPECT(!kvd_tenant_create(&daemon_kvd.core, mine->domain, "other", &lim,
@@ -227,9 +191,7 @@ KVT_TEST(a_tenant_that_has_much_hashed_leaves_requests_for_others)
 	for (u32 i = 0; i < SEALERS; i++)
 		raw_close(&sealers[i]);
 	raw_close(&c);
-	kvd_fini(&daemon_kvd);
-	snprintf(command, sizeof(command), "rm -r %s", d.dir);
-	KVT_EXPECT_EQ(system(command), 0);
+	daemon_here_end(&d);
 }
 
 KVT_MAIN()
