@@ -247,7 +247,7 @@ KVC_API int kvc_seal(struct kvc_pool *pool, const struct kvc_seal *seal);
  * @ret_hits: the pages in order, with keys; free each with kvc_free()
  * @ret_nr: pages found
  *
- * Return: 0 (ret_nr >= 1); KV_MISS (ret_nr = 0); -EINVAL; -ETIMEDOUT.
+ * Return: 0 (ret_nr >= 1); KV_MISS (ret_nr = 0); -EINVAL; -ETIMEDOUT; -ENOMEM mapping failed.
  */
 KVC_API int kvc_lookup(struct kvc_pool *pool, const uint32_t *tokens, uint32_t nr_tokens,
 		       uint32_t max_pages, struct kv_hit *ret_hits, uint32_t *ret_nr);
@@ -347,7 +347,8 @@ KVC_API size_t kvc_step_block_bytes(const struct kvc_pool *pool);
  * @buf: struct kv_step_block and its entries are written here (pinned memory on a GPU)
  * @buf_bytes: room
  *
- * Return: 0; -ENOSPC; -EINVAL.
+ * Return: 0; -ENOSPC; -EINVAL; -ESHUTDOWN the pool is not open in the step's session: another
+ *	thread is opening it there after a reconnect, or it did not come back.
  */
 KVC_API int kvc_step_block(struct kvc_step *step, struct kvc_pool *pool, uint32_t stream,
 			   void *buf, size_t buf_bytes);
