@@ -128,6 +128,49 @@ __device__ __forceinline__ void wide_store_h(const struct moe_wide &a,
 	}
 }
 
+/* Bits of the largest |value| of the warp's 32 rows and @n tokens. Columns without a token hold
+ * anything. NaN does not count; nor Inf, but only where @finite asks: it takes one more instruction
+ * a value. */
+template <int N>
+__device__ __forceinline__ uint32_t wide_largest(const float (&acc)[2][N / 2], uint32_t n,
+						 bool finite)
+{
+	float top = 0.0f;
+
+#pragma unroll
+	for (uint32_t c = 0; c < N / 8; c++) {
+#pragma unroll
+		for (uint32_t e = 0; e < 2; e++) {
+			float v = 0.0f;
+
+#pragma unroll
+			for (uint32_t i = 0; i < 4; i++) {
+				const float w = fabsf(acc[i / 2][c * 4 + i % 2 * 2 + e]);
+
+				v = fmaxf(v, finite && w > 3.4e38f ? 0.0f : w);
+			}
+			if (c * 8 + threadIdx.x % 4 * 2 + e < n)
+				top = fmaxf(top, v);
+		}
+	}
+	return ptx_redux_max(__float_as_uint(top));
+}
+
+/*
+ * The power of two for all results of a warp, whatever the token: one reduction instead of three
+ * shuffles for each eight tokens and two more to hand its inverse on. h of each token was brought
+ * near 2^14, so tokens are alike, and f16 keeps 11 bits of what is 2^28 below the largest.
+ */
+template <int N>
+__device__ __forceinline__ float wide_scale_of(const float (&acc)[2][N / 2], uint32_t n)
+{
+	uint32_t top = wide_largest<N>(acc, n, false);
+
+	if (top >= 0x7f800000u) /* a token with Inf must not disturb the others */
+		top = wide_largest<N>(acc, n, true);
+	return moe_wide_scale(top);
+}
+
 /* The warp's 32 rows, 8 tokens at a time, as h above. Piece q of a token is at q ^ token / 2. */
 template <int N>
 __device__ __forceinline__ void wide_store_out(const struct moe_wide &a,
@@ -136,32 +179,27 @@ __device__ __forceinline__ void wide_store_out(const struct moe_wide &a,
 {
 	const uint32_t lane = threadIdx.x % 32, n = tile.x >> 16, token = lane / 4;
 	const uint8_t *turn = wide_turn();
+	const float f = wide_scale_of<N>(acc, n);
 	struct wide_names all[2] = {first};
 
 #pragma unroll
 	for (uint32_t c = 0; c < N / 8; c++) {
 		const uint8_t *mine = turn + c % 2 * 512;
 		const struct wide_names &names = all[c / 4 % 2];
-		float f[2];
 		uint32_t p[4];
 
 		if (c * 8 >= n)
 			continue;
 		if (c % 4 == 0 && c + 4 < N / 8)
 			wide_name<true, false>(a, tile, c * 8 + 32, all[(c / 4 + 1) % 2]);
-		wide_round(max(wide_top(acc[0][c * 4], acc[0][c * 4 + 2]),
-			       wide_top(acc[1][c * 4], acc[1][c * 4 + 2])),
-			   max(wide_top(acc[0][c * 4 + 1], acc[0][c * 4 + 3]),
-			       wide_top(acc[1][c * 4 + 1], acc[1][c * 4 + 3])),
-			   f);
 #pragma unroll
 		for (uint32_t q = 0; q < 4; q++)
-			p[q] = ptx_f16x2(acc[q / 2][c * 4 + q % 2 * 2] * f[0],
-					 acc[q / 2][c * 4 + q % 2 * 2 + 1] * f[1]);
+			p[q] = ptx_f16x2(acc[q / 2][c * 4 + q % 2 * 2] * f,
+					 acc[q / 2][c * 4 + q % 2 * 2 + 1] * f);
 		ptx_stmatrix_turned(ptx_smem(mine) + lane % 8 * 64 +
 					    ((lane / 8 ^ lane % 8 / 2) & 3) * 16,
 				    p[0], p[1], p[2], p[3]);
-		const float inverse = moe_wide_inverse(wide_round_of(f, token)) *
+		const float inverse = moe_wide_inverse(f) *
 				      __shfl_sync(~0u, names.back, c % 4 * 8 + token);
 		const uint64_t to = __shfl_sync(~0u, names.slot, c % 4 * 8 + token);
 

@@ -29,6 +29,9 @@ static double rel_bf16(const u16 *a, const u16 *b, size_t n)
 /* Look at the bench's reference as well. */
 static bool bench_too;
 
+/* The second token has an Inf: its h is NaN, and its neighbours are as without it. */
+static bool one_nan;
+
 /* |want - y| / |y|, y in float64 with x and h as they are */
 static double bench_err(const struct kvk_moe_args *a, const u16 *want)
 {
@@ -96,6 +99,8 @@ static void moe_once(const struct moe_case *c)
 				 .accumulate = c->accumulate};
 
 	routing(c, ids, weights);
+	if (one_nan)
+		((u16 *)a.x)[c->hidden + 7] = 0x7f80;
 	if (c->accumulate)
 		was = memcpy(nan_new(2 * n), memcpy(got, want, 2 * n), 2 * n);
 	a.workspace_bytes = kvk_host_ops()->moe_workspace(&a);
@@ -240,6 +245,18 @@ KVT_TEST(hopper_int4_wide)
 	moe_tokens((struct moe_case){KVK_INT4, 256, 1024, 128, KVK_BF16, 5, 2, 0, false,
 				     false},
 		   some, 1);
+}
+
+/* A warp's tokens share what their results are shifted by. */
+KVT_TEST(hopper_int4_wide_nan_disturbs_nobody)
+{
+	static const u32 counts[] = {13, 35};
+
+	one_nan = true;
+	moe_tokens((struct moe_case){KVK_INT4, 256, 128, 32, KVK_BF16, 5, 4, 0, false,
+				     false},
+		   counts, 2);
+	one_nan = false;
 }
 
 /* Where moe_fp8_step.cuh works: tiles of one token, of eight and of what is left, more tokens than a
