@@ -248,6 +248,51 @@ __device__ __forceinline__ void f8s_column(const struct f8s_args &a, uint32_t al
 
 /* ------------------------------------------------------------------------ feeding warp */
 
+#define F8S_SECTOR 32u /* bytes that come from memory at least */
+
+/* Each @step-th of @at's floats @from .. @n - 1, to L2. */
+__device__ __forceinline__ void f8s_prefetch(const float *at, uint32_t n, uint32_t from,
+					     uint32_t step)
+{
+	for (uint32_t i = from; i < n; i += step)
+		SM90_ASM("prefetch.global.L2 [%0];" ::"l"(at + i) : "memory");
+}
+
+/* The scales of a unit's blocks to L2, before its weights are asked for; a warp. Consumers ask for
+ * each brick's a turn ahead, and would get it behind all weights that are under way. */
+__device__ __forceinline__ void f8s_scales(const struct f8s_args &a,
+					   const struct f8s_shared &sh,
+					   const struct f8s_unit &u)
+{
+	const uint32_t h_blocks = a.inter / 128, x_blocks = a.hidden / 128;
+	const uint32_t lane = threadIdx.x % 32, step = F8S_SECTOR / 4;
+
+	if (u.type == F8S_FIRST) {
+		const uint64_t row =
+			(uint64_t)(sh.expert[u.tile] * 2 + lane / 16) * h_blocks +
+			u.row / 8;
+
+		/* every eighth, and the last: a row of scales may begin inside a sector */
+		f8s_prefetch(a.s13 + row * x_blocks, x_blocks, lane % 16 * step,
+			     16 * step);
+		f8s_prefetch(a.s13 + row * x_blocks, lane % 16 ? 0 : x_blocks,
+			     x_blocks - 1, step);
+		return;
+	}
+	for (uint32_t s = lane; s < a.top_k; s += 32) {
+		const uint64_t expert =
+			min(sh.id[u.tile * a.top_k + s], a.nr_experts - 1);
+		const uint32_t last = u.row + (1u << a.log_rows) - 1;
+
+		for (uint32_t b = u.row / 4; b <= min(last / 4, x_blocks - 1); b++) {
+			const float *at = a.s2 + (expert * x_blocks + b) * h_blocks;
+
+			f8s_prefetch(at, h_blocks, 0, step);
+			f8s_prefetch(at, h_blocks, h_blocks - 1, step);
+		}
+	}
+}
+
 /* A stage of the ring, empty, for @bytes. One lane. */
 __device__ __forceinline__ uint32_t f8s_stage(struct f8s_shared &sh,
 					      const struct f8s_ring &r, uint32_t bytes)
@@ -356,6 +401,7 @@ __device__ __forceinline__ void f8s_feed(const struct f8s_args &a, struct f8s_sh
 			ptx_mbar_arrive(ptx_smem(&sh.q_full[p.q]));
 		if (u.type == F8S_END)
 			break;
+		f8s_scales(a, sh, u);
 		if (lane == 0) {
 			/* the claim's round trip hides behind the unit's own weights */
 			c = gridDim.x + atomicAdd(&a.state[0], 1);
