@@ -15,11 +15,16 @@
  * Structure. Two tiles of 64 tokens by 576 dims lie in shared memory as wgmma wants them
  * (blocks of 64 dims, 128-byte swizzle). Four warps fill them by asynchronous copies. Two
  * warpgroups use them: each makes the scores and the softmax of every other page and sums the
- * values of all pages for its half of the latent dims. They run half a period apart, so one's
- * matrix work covers the other's softmax. P goes to the other one from lane to lane, as it
+ * values of all pages for its half of the latent dims. P goes to the other one from lane to lane, as it
  * lies in the registers of the operand; the warps with the same rows also hand on the
  * reference m of the exponents (an integer in log2 units). P may exceed it by 2^8, so after the
  * first pages hardly any row changes its reference and no sum is rescaled.
+ *
+ * There is no room for a third tile, so a page's scores start when the page before the one before it has been
+ * summed, and all is one chain: scores of page i, P, values of page i by the other warpgroup, its scores of page
+ * i + 1. What is in it counts, what is beside it does not. So the reference goes first, then P of 32 tokens, then
+ * the others'; a page's own values come first while the other one waits for P, and the rest of them when it
+ * has its products done; a tile that is there is seen (and fenced) beside products.
  *
  * A tile comes free in parts: rope when the other warpgroup has P (so the scores are done),
  * each half of the latent dims when its warpgroup has added it up.
@@ -27,7 +32,7 @@
  * P in one part of 8 bits is off by 9e-4, with a bf16 output 1.9e-3 to 2.0e-3 in all; two parts
  * are exact enough for 1e-3. KVK_ATTN_FAST takes one.
  *
- * Measured: 3,900 clocks a page with P in one part (91 % of the memory's rate), 4,900 in two.
+ * Measured: 3,700 clocks a page with P in one part (93 % of the memory's rate), 4,300 in two.
  */
 #include "kernels/attn_mla_tile_end.cuh"
 #include "kernels/attn_mla_tile_feed.cuh"
@@ -56,31 +61,48 @@ KVK_DEV void tile_rescale(struct tile_state &st, const float *m)
 		st.o[i] *= f[i / 2 & 1];
 }
 
-/* BF16: the copies were made by ordinary stores of other threads. */
-KVK_DEV void tile_wait(uint64_t *full, uint32_t phase)
+/*
+ * Has all of page @seq's tile landed? If so matrix units may read it: the copies were made by ordinary stores
+ * of other threads.
+ */
+KVK_DEV bool tile_look(struct tile_smem *sm, uint32_t seq)
 {
-	mbar_wait(full, phase);
-	fence_proxy_async();
+	const uint32_t buf = seq & 1, phase = seq >> 1 & 1;
+	/* a part's copies count as landed when those before them have */
+	const bool there = __all_sync(~0u, mbar_test(&sm->full[buf][PART_RIGHT], phase));
+
+	if (there)
+		fence_proxy_async();
+	return there;
 }
 
-/* Scores of 64 rows and 64 tokens. */
-KVK_DEV void tile_scores(uint32_t q, uint32_t tile, uint64_t *full, uint32_t phase,
-			 float *s)
+/* Part @part of page @seq's tile, unless it is there. */
+KVK_DEV void tile_wait(struct tile_smem *sm, uint32_t seq, int part, bool there)
 {
-	const uint64_t dq = wg_desc(q), dk = wg_desc(tile);
-
-	tile_wait(&full[PART_ROPE], phase);
+	if (!there) {
+		mbar_wait(&sm->full[seq & 1][part], seq >> 1 & 1);
+		fence_proxy_async();
+	}
 	wg_fence();
+}
+
+/* Scores of 64 rows and 64 tokens of page @seq. @there: tile_look() saw it */
+KVK_DEV void tile_scores(struct tile_smem *sm, uint32_t seq, bool there, float *s)
+{
+	const uint64_t dq = wg_desc(smem_addr(sm->q));
+	const uint64_t dk = wg_desc(smem_addr(sm->tile[seq & 1]));
+
+	tile_wait(sm, seq, PART_ROPE, there);
 #pragma unroll
 	for (int k = 32; k < 36; k++)
 		wgmma_scores(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
 			     dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, k > 32);
-	tile_wait(&full[PART_LEFT], phase);
+	tile_wait(sm, seq, PART_LEFT, there);
 #pragma unroll
 	for (int k = 0; k < 16; k++)
 		wgmma_scores(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
 			     dk + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2, 1);
-	tile_wait(&full[PART_RIGHT], phase);
+	tile_wait(sm, seq, PART_RIGHT, there);
 #pragma unroll
 	for (int k = 16; k < 32; k++)
 		wgmma_scores(s, dq + k / 4 * (TILE_BLOCK / 16) + k % 4 * 2,
@@ -90,15 +112,12 @@ KVK_DEV void tile_scores(uint32_t q, uint32_t tile, uint64_t *full, uint32_t pha
 	wg_keep<32>(s);
 }
 
-/* Scores times the scale, masked; mx: the largest of rows g, g + 8. */
-KVK_DEV void tile_scale(const struct attn_params &p, const struct plan_seg &g,
+/* Scores masked; mx: the largest of rows g, g + 8, times the scale. */
+KVK_DEV void tile_mask(const struct attn_params &p, const struct plan_seg &g,
 			int32_t valid, float *s, float *mx)
 {
 	const int lane = threadIdx.x & 31, c = lane % 4, w = threadIdx.x / 32 % 4;
 
-#pragma unroll
-	for (int i = 0; i < 32; i++)
-		s[i] *= p.scale;
 	if (valid - (int32_t)g.q_len + 1 < (int32_t)TOKENS) {
 #pragma unroll
 		for (int h = 0; h < 2; h++) {
@@ -119,21 +138,22 @@ KVK_DEV void tile_scale(const struct attn_params &p, const struct plan_seg &g,
 #pragma unroll
 	for (int h = 0; h < 2; h++) {
 		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 1));
-		mx[h] = fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 2));
+		mx[h] = p.scale * fmaxf(mx[h], __shfl_xor_sync(~0u, mx[h], 2));
 	}
 }
 
 /* Probabilities of 32 tokens as A operands of two k-steps, and the rows' sums. */
 template <int PLANES>
-KVK_DEV void tile_probs(const float *m, float *s, float *l, int half, uint32_t (*a)[4][4])
+KVK_DEV void tile_probs(float scale, const float *m, const float *s, float *l,
+			uint32_t (*a)[2][4])
 {
 #pragma unroll
-	for (int j = 4 * half; j < 4 * half + 4; j++) {
+	for (int j = 0; j < 4; j++) {
 #pragma unroll
 		for (int h = 0; h < 2; h++) {
 			const float mu = m[h] == -INFINITY ? 0.f : m[h];
-			float x = exp2_fast(s[4 * j + 2 * h] - mu);
-			float y = exp2_fast(s[4 * j + 2 * h + 1] - mu);
+			float x = exp2_fast(fmaf(s[4 * j + 2 * h], scale, -mu));
+			float y = exp2_fast(fmaf(s[4 * j + 2 * h + 1], scale, -mu));
 			uint32_t *to = &a[0][j / 2][2 * (j & 1) + h];
 
 			l[h] += x + y;
@@ -148,17 +168,17 @@ KVK_DEV void tile_probs(const float *m, float *s, float *l, int half, uint32_t (
 	}
 }
 
-/* o += P V of k-steps @t0 .. @t1 - 1; @v: first block of this warpgroup's half of the dims */
+/* o += P V of 32 tokens from @v on, in the first block of this warpgroup's half of the dims */
 template <int PLANES>
-KVK_DEV void tile_values(uint32_t v, uint32_t (*a)[4][4], int t0, int t1, float *o)
+KVK_DEV void tile_values(uint32_t v, uint32_t (*a)[2][4], float *o)
 {
 	const uint64_t dv = wg_desc(v);
 
 	wg_fence();
 #pragma unroll
-	for (int t = t0; t < t1; t++)
+	for (int k = 0; k < PLANES; k++)
 #pragma unroll
-		for (int k = 0; k < PLANES; k++)
+		for (int t = 0; t < 2; t++)
 			wgmma_values(o, a[k][t], dv + t * (2048 / 16));
 	wg_commit();
 }
@@ -169,94 +189,133 @@ KVK_DEV void tile_values_end(float *o)
 	wg_keep<128>(o);
 }
 
+KVK_DEV void tile_arrive(uint64_t *bar)
+{
+	__syncwarp();
+	if ((threadIdx.x & 31) == 0)
+		mbar_arrive(bar);
+}
+
 /* Where P's parts travel: the second one by the tile's rope block, whose scores are done. */
 KVK_DEV uint4 *tile_px(struct tile_smem *sm, uint32_t buf, int w, int plane)
 {
 	return plane ? (uint4 *)sm->tile[buf][8] + w * 128 : &sm->px[w][0][0];
 }
 
-/* A page whose scores are this warpgroup's. */
+/* P of 32 tokens on its way to the other warpgroup. */
+template <int PLANES>
+KVK_DEV void tile_send(struct tile_smem *sm, uint32_t buf, int half, uint32_t (*a)[2][4])
+{
+	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 % 4;
+
+#pragma unroll
+	for (int i = 0; i < 2 * PLANES; i++) {
+		const uint32_t *v = a[i / 2][i % 2];
+
+		tile_px(sm, buf, w, i / 2)[(2 * half + i % 2) * 32 + lane] =
+			make_uint4(v[0], v[1], v[2], v[3]);
+	}
+	tile_arrive(&sm->p_full[buf][half][w]);
+}
+
+template <int PLANES>
+KVK_DEV void tile_receive(struct tile_smem *sm, uint32_t buf, int half,
+			  uint32_t (*a)[2][4])
+{
+	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 % 4;
+
+#pragma unroll
+	for (int i = 0; i < 2 * PLANES; i++) {
+		uint4 v = tile_px(sm, buf, w, i / 2)[(2 * half + i % 2) * 32 + lane];
+
+		a[i / 2][i % 2][0] = v.x;
+		a[i / 2][i % 2][1] = v.y;
+		a[i / 2][i % 2][2] = v.z;
+		a[i / 2][i % 2][3] = v.w;
+	}
+}
+
+/* The reference of this lane's rows, as it was sent: what follows is behind it. */
+KVK_DEV void tile_reference(const struct tile_smem *sm, float *m)
+{
+	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 % 4;
+	const volatile float *at = &sm->mx[16 * w + lane / 4];
+
+	m[0] = at[0];
+	m[1] = at[8];
+}
+
+/*
+ * A page whose scores are this warpgroup's. What the other one waits for comes first: reference, then
+ * P of 32 tokens and of the others.
+ */
 template <int PLANES>
 KVK_DEV void tile_own(const struct attn_params &p, const struct plan_seg &g,
-		      int32_t valid, uint32_t seq, struct tile_state &st,
+		      int32_t valid, uint32_t seq, bool there, struct tile_state &st,
 		      struct tile_smem *sm)
 {
 	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 % 4;
-	const uint32_t buf = seq & 1, phase = seq >> 1 & 1;
-	const uint32_t tile = smem_addr(sm->tile[buf]);
-	uint32_t a[PLANES][4][4];
+	const uint32_t buf = seq & 1;
+	const uint32_t v = smem_addr(sm->tile[buf][4 * buf]);
+	uint32_t a[2][PLANES][2][4];
 	float s[32], mx[2], m[2];
 
-	tile_scores(smem_addr(sm->q), tile, sm->full[buf], phase, s);
-	tile_scale(p, g, valid, s, mx);
+	tile_scores(sm, seq, there, s);
+	tile_mask(p, g, valid, s, mx);
 #pragma unroll
 	for (int h = 0; h < 2; h++)
 		m[h] = mx[h] > st.m[h] + TILE_SLACK ? ceilf(mx[h]) : st.m[h];
-	tile_rescale(st, m);
 	if (lane % 4 == 0) {
-		sm->mx[16 * w + lane / 4] = st.m[0];
-		sm->mx[16 * w + lane / 4 + 8] = st.m[1];
+		sm->mx[16 * w + lane / 4] = m[0];
+		sm->mx[16 * w + lane / 4 + 8] = m[1];
 	}
+	tile_arrive(&sm->m_full[buf][w]);
+	tile_rescale(st, m);
 	if (PLANES == 2) /* every warp's scores are done with the rope */
 		bar_sync(BAR_OWN + buf, 128);
-#pragma unroll
-	for (int half = 0; half < 2;
-	     half++) { /* exponents beside the values before them */
-		tile_probs<PLANES>(st.m, s, st.l, half, a);
-#pragma unroll
-		for (int i = 0; i < 2 * PLANES; i++) {
-			const uint32_t *v = a[i / 2][2 * half + i % 2];
-
-			tile_px(sm, buf, w, i / 2)[(2 * half + i % 2) * 32 + lane] =
-				make_uint4(v[0], v[1], v[2], v[3]);
-		}
-		if (half) {
-			__syncwarp();
-			if (lane == 0)
-				mbar_arrive(&sm->p_full[buf][w]);
-		}
-		tile_values<PLANES>(tile + 4 * buf * TILE_BLOCK, a, 2 * half,
-				    2 * half + 2, st.o);
-	}
+	tile_probs<PLANES>(p.scale, st.m, s, st.l, a[0]);
+	tile_send<PLANES>(sm, buf, 0, a[0]);
+	tile_values<PLANES>(v, a[0], st.o);
+	/* read again, so that these exponents are not mixed with those that go first */
+	tile_reference(sm, m);
+	tile_probs<PLANES>(p.scale, m, s + 16, st.l, a[1]);
+	tile_send<PLANES>(sm, buf, 1, a[1]);
+	/* the other one's products first: it scores the next page behind them */
+	mbar_wait(&sm->empty[buf][PART_LEFT + (buf ^ 1)], seq >> 1 & 1);
+	tile_values<PLANES>(v + 2 * 2048, a[1], st.o);
 	tile_values_end(st.o);
-	__syncwarp();
-	if (lane == 0)
-		mbar_arrive(&sm->empty[buf][PART_LEFT + buf]);
+	tile_arrive(&sm->empty[buf][PART_LEFT + buf]);
 }
 
-/* A page that the other warpgroup scores. */
+/*
+ * A page that the other warpgroup scores. Its fences are good for this one as well: P comes behind them.
+ * Meanwhile page @seq + 1, whose scores are this one's (@more: there is one), may have come. Return: has it?
+ */
 template <int PLANES>
-KVK_DEV void tile_other(uint32_t seq, struct tile_state &st, struct tile_smem *sm)
+KVK_DEV bool tile_other(uint32_t seq, bool more, struct tile_state &st,
+			struct tile_smem *sm)
 {
-	const int lane = threadIdx.x & 31, w = threadIdx.x / 32 % 4;
-	const uint32_t buf = seq & 1, phase = seq >> 1 & 1, half = buf ^ 1;
-	const uint32_t tile = smem_addr(sm->tile[buf]);
-	uint32_t a[PLANES][4][4];
+	const int w = threadIdx.x / 32 % 4;
+	const uint32_t buf = seq & 1, phase = seq >> 1 & 1;
+	const uint32_t v = smem_addr(sm->tile[buf][4 * (buf ^ 1)]);
+	uint32_t a[2][PLANES][2][4];
 	float m[2];
+	bool there;
 
-	mbar_wait(&sm->p_full[buf][w], phase);
-#pragma unroll
-	for (int i = 0; i < 4 * PLANES; i++) {
-		const int t = i % 4;
-		uint4 v = tile_px(sm, buf, w, i / 4)[t * 32 + lane];
-
-		a[i / 4][t][0] = v.x;
-		a[i / 4][t][1] = v.y;
-		a[i / 4][t][2] = v.z;
-		a[i / 4][t][3] = v.w;
-	}
-	m[0] = sm->mx[16 * w + lane / 4];
-	m[1] = sm->mx[16 * w + lane / 4 + 8];
-	__syncwarp();
-	if (lane == 0)
-		mbar_arrive(&sm->empty[buf][PART_ROPE]);
+	mbar_wait(&sm->m_full[buf][w], phase);
+	tile_reference(sm, m);
 	tile_rescale(st, m);
-	tile_wait(&sm->full[buf][PART_LEFT + half], phase);
-	tile_values<PLANES>(tile + 4 * half * TILE_BLOCK, a, 0, 4, st.o);
+#pragma unroll
+	for (int half = 0; half < 2; half++) {
+		mbar_wait(&sm->p_full[buf][half][w], phase);
+		tile_receive<PLANES>(sm, buf, half, a[half]);
+		tile_values<PLANES>(v + half * 2 * 2048, a[half], st.o);
+	}
+	tile_arrive(&sm->empty[buf][PART_ROPE]);
+	there = more && tile_look(sm, seq + 1);
 	tile_values_end(st.o);
-	__syncwarp();
-	if (lane == 0)
-		mbar_arrive(&sm->empty[buf][PART_LEFT + half]);
+	tile_arrive(&sm->empty[buf][PART_LEFT + (buf ^ 1)]);
+	return there;
 }
 
 /* Bench only: the tiles come and go. */
@@ -328,6 +387,7 @@ KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 	for (uint32_t i = 0; i < count; i++) {
 		const struct mla_seg &g = sm->segs[i % TILE_SEGS];
 		struct tile_state st = {};
+		bool there = false; /* page @seq's tile, for its scores */
 		uint32_t nr;
 
 		spin_until(&sm->segs_in, i);
@@ -340,9 +400,9 @@ KVK_DEV void tile_consume(const struct attn_params &p, uint32_t count,
 			if (p.flags & KVK_ATTN_LOADS)
 				tile_skip(seq, wg, sm);
 			else if ((seq & 1) == wg)
-				tile_own<PLANES>(p, g.s, valid, seq, st, sm);
+				tile_own<PLANES>(p, g.s, valid, seq, there, st, sm);
 			else
-				tile_other<PLANES>(seq, st, sm);
+				there = tile_other<PLANES>(seq, n + 1 < nr, st, sm);
 		}
 		tile_end<PAIR>(p, g, st, sm);
 		__syncwarp();
@@ -380,8 +440,11 @@ __global__ void __launch_bounds__(384, 1)
 				mbar_init(&sm->full[i][k], C::FULL_COUNT);
 				mbar_init(&sm->empty[i][k], 4);
 			}
-			for (int k = 0; k < 4; k++)
-				mbar_init(&sm->p_full[i][k], 1);
+			for (int k = 0; k < 4; k++) {
+				mbar_init(&sm->m_full[i][k], 1);
+				mbar_init(&sm->p_full[i][0][k], 1);
+				mbar_init(&sm->p_full[i][1][k], 1);
+			}
 			sm->pend[i].epoch = sm->pend[i].last = 0;
 		}
 		sm->segs_in = sm->segs_done = 0;

@@ -48,7 +48,8 @@ struct tile_smem {
 	struct plan_pending pend[2];
 	uint64_t full[2][NR_PARTS];
 	uint64_t empty[2][NR_PARTS];
-	uint64_t p_full[2][4]; /* px holds the P that this warp of this warpgroup made */
+	uint64_t m_full[2][4];	  /* mx holds what this warp of this warpgroup made */
+	uint64_t p_full[2][2][4]; /* px its P: of the first 32 tokens, of the others */
 	uint32_t segs_in;
 	uint32_t segs_done;
 	uint32_t flag;

@@ -63,6 +63,20 @@ KVK_DEV bool mbar_try(uint64_t *bar, uint32_t parity)
 	return done;
 }
 
+/* ... right away. */
+KVK_DEV bool mbar_test(uint64_t *bar, uint32_t parity)
+{
+	uint32_t done = 1;
+
+	SM90_ASM("{\n.reg .pred p;\n"
+		 "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+		 "selp.u32 %0, 1, 0, p;\n}"
+		 : "=r"(done)
+		 : "r"(smem_addr(bar)), "r"(parity)
+		 : "memory");
+	return done;
+}
+
 KVK_DEV void mbar_wait(uint64_t *bar, uint32_t parity)
 {
 	while (!mbar_try(bar, parity))

@@ -63,6 +63,11 @@ KVK_DEV void mbar_wait(uint64_t *bar, uint32_t parity)
 	ptx_mbar_wait(smem_addr(bar), parity);
 }
 
+KVK_DEV bool mbar_test(uint64_t *bar, uint32_t parity)
+{
+	return ptx_mbar_test(smem_addr(bar), parity);
+}
+
 KVK_DEV void bar_sync(int id, int nr_threads)
 {
 	hopper_barrier(id, nr_threads);
