@@ -170,7 +170,7 @@ static bool mla_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 
 	if (l->kind != KV_LAYOUT_MLA || !rows || a->nr_q_heads > 128 ||
 	    a->batch.q_len_max > 4 || l->latent_dim != LATENT || l->rope_dim != ROPE ||
-	    l->dtype == KV_DTYPE_F32)
+	    l->dtype == KV_DTYPE_F32 || !(a->sm_scale > 0.f)) /* masked: -Inf, before it is scaled */
 		return false;
 	s.nr_ctas = (uint32_t)plan_nr_ctas();
 	s.unit_rows = rows <= 8 ? 8 : rows <= 16 ? 16 : 64; /* wgmma wants 64 rows */

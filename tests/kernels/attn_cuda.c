@@ -92,7 +92,7 @@ KVT_TEST_T(mla_fast_stays_within_its_bound, 120)
 				     formats[f].limit);
 			run_device(&w, KVK_ATTN_FAST, false);
 			expect_close(&w, "fast heads/dtype", heads[i], l.dtype,
-				     fp8 ? 6e-2 : 2.1e-3);
+				     fp8 ? FAST_FP8 : 2.1e-3);
 			KVT_NOTE("fast, %u heads, dtype %u: error %.3g", heads[i],
 				 l.dtype, rel_err(w.out, w.ref, w.nr_out));
 			world_fini(&w);
@@ -329,7 +329,7 @@ static void check_old_schedule(const struct kv_layout *l, u32 heads, u32 flags)
 	run_device(&w, flags | KVK_ATTN_PLAN, false);
 	KVT_EXPECT_EQ(kvt_nr_finite(w.out, w.nr_out), 0);
 	run_device(&w, flags, false);
-	expect_close(&w, "with a schedule of the next step", heads, l->kind, 6e-2);
+	expect_close(&w, "with a schedule of the next step", heads, l->kind, FAST_FP8);
 	world_fini(&w);
 }
 
@@ -406,6 +406,33 @@ KVT_TEST_T(fallback_and_prefill_match_the_reference, 120)
 		run_host(&w, 8, 0);
 		expect_close(&w, "prefill", 8, (u32)i, 1e-3);
 		world_fini(&w);
+	}
+}
+
+/* Whatever the scale is: scores all alike, and the smallest that weighs most. */
+KVT_TEST_T(scales_that_are_not_positive, 120)
+{
+	static const float scale[] = {0.f, -0.07f};
+
+	for (u32 i = 0; i < 2 * KV_ARRAY_SIZE(formats) * 3; i++) {
+		const u32 f = i / 2 % KV_ARRAY_SIZE(formats), heads = i % 2 ? 64 : 8;
+		const u32 kind = i / 2 / KV_ARRAY_SIZE(formats);
+		struct kv_layout l =
+			kind == 2 ? kvt_layout_gqa(formats[f].dtype, formats[f].scale_kind,
+						   2, 8, 128)
+				  : kvt_layout_mla(formats[f].dtype, formats[f].scale_kind, 2);
+
+		for (u32 k = 0; k < KV_ARRAY_SIZE(scale); k++) {
+			struct world w;
+
+			world_init(&w, &l, heads, PAGES_MIXED, lengths_mixed,
+				   kind ? q_mixed : q_ones, NR_MIXED);
+			w.dev.sm_scale = scale[k];
+			run_device(&w, 0, false);
+			run_host(&w, heads, l.nr_layers - 1);
+			expect_close(&w, "heads/scale", heads, k, formats[f].limit);
+			world_fini(&w);
+		}
 	}
 }
 

@@ -135,6 +135,23 @@ KVT_TEST(hopper_attn_reg_bf16_activations)
 		bf16_activations(&some[i / 2], i % 2 ? 8 : 4); /* pairs; slots */
 }
 
+/* Masked scores are -Inf before they are scaled: attn_any takes what would make them anything else. */
+KVT_TEST(hopper_attn_reg_scale_that_is_not_positive)
+{
+	static const float scale[] = {0.f, -0.07f, NAN};
+	const struct step t = {1, {70}, {1}};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(some) * KV_ARRAY_SIZE(scale); i++) {
+		struct world w;
+
+		make(&w, &some[i % KV_ARRAY_SIZE(some)], &t);
+		w.dev.flags |= some[i % KV_ARRAY_SIZE(some)].flags;
+		w.dev.sm_scale = scale[i / KV_ARRAY_SIZE(some)];
+		KVT_EXPECT_EQ(kvk_attn_mla_cuda(&w.dev, NULL), -ENOSYS); /* attn_rest.cc */
+		world_fini(&w);
+	}
+}
+
 KVT_TEST(hopper_attn_reg_shared_pages)
 {
 	for (u32 i = 0; i < KV_ARRAY_SIZE(some); i++)
