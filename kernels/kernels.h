@@ -154,7 +154,7 @@ struct kvk_attn_args {
 
 /*
  * MLA, more than 16 query rows. BF16 pages: P in 8 bits, error <= 2.1e-3, of a row alone 4e-3. FP8
- * pages: P and the latent part of Q in e4m3, the latter with a scale a row; error <= 6e-2 where
+ * pages: P and the latent part of Q in e4m3, the latter with a scale a row; error <= 8e-2 where
  * scores scatter by less than 2.
  */
 #define KVK_ATTN_FAST 0x01u

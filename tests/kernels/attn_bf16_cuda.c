@@ -18,7 +18,7 @@ static void check(const struct kv_layout *l, u32 heads, u32 flags)
 {
 	const double limit = !(flags & KVK_ATTN_FAST)	 ? 1e-3
 			     : l->dtype == KV_DTYPE_BF16 ? 2.1e-3
-							 : 6e-2;
+							 : FAST_FP8;
 	u32 nr_wrong = 0;
 	struct world w;
 	u16 *q, *out;

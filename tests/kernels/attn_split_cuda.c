@@ -88,7 +88,7 @@ static void check_pairs(u32 heads, const u32 *lengths, u32 q_len, u32 nr)
 
 		world_init(&w, &l[i], heads, pages + 8, lengths, q, nr);
 		run_host(&w, heads, 0);
-		check_pairs_run(&w, KVK_ATTN_FAST, heads, i ? 6e-2 : 2.1e-3);
+		check_pairs_run(&w, KVK_ATTN_FAST, heads, i ? FAST_FP8 : 2.1e-3);
 		check_pairs_run(&w, 0, heads, 1e-3);
 		world_fini(&w);
 	}
@@ -230,7 +230,7 @@ KVT_TEST_T(many_short_requests_in_one_cta, 120)
 {
 	struct kv_layout l = kvt_layout_mla(KV_DTYPE_E4M3, KV_SCALE_TOKEN, 1);
 
-	check_short(&l, 64, KVK_ATTN_FAST, 6e-2);
+	check_short(&l, 64, KVK_ATTN_FAST, FAST_FP8);
 	check_short(&l, 8, 0, 1e-3);
 	l = kvt_layout_mla(KV_DTYPE_BF16, KV_SCALE_NONE, 1);
 	check_short(&l, 64, KVK_ATTN_FAST, 2.1e-3);

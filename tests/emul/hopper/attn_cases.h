@@ -36,7 +36,7 @@ static void make(struct world *w, const struct shape *s, const struct step *t)
 /* KVK_ATTN_FAST: P is in bf16, or queries and P are in e4m3. */
 static void check(struct world *w, const struct shape *s, const char *what)
 {
-	const double fast = s->dtype == KV_DTYPE_BF16 ? 2.1e-3 : 6e-2;
+	const double fast = s->dtype == KV_DTYPE_BF16 ? 2.1e-3 : FAST_FP8;
 
 	expect_close(w, what, s->heads, s->kv_heads,
 		     s->flags & KVK_ATTN_FAST ? fast : 1e-3);
