@@ -170,7 +170,7 @@ static bool mla_shape(const struct kvk_attn_args *a, struct plan_shape *ret_s)
 
 	if (l->kind != KV_LAYOUT_MLA || !rows || a->nr_q_heads > 128 ||
 	    a->batch.q_len_max > 4 || l->latent_dim != LATENT || l->rope_dim != ROPE ||
-	    l->dtype == KV_DTYPE_F32 || !(a->sm_scale > 0.f)) /* masked: -Inf, before it is scaled */
+	    l->dtype == KV_DTYPE_F32)
 		return false;
 	s.nr_ctas = (uint32_t)plan_nr_ctas();
 	s.unit_rows = rows <= 8 ? 8 : rows <= 16 ? 16 : 64; /* wgmma wants 64 rows */
@@ -219,7 +219,8 @@ int kvk_attn_mla_cuda(const struct kvk_attn_args *a, kvk_stream stream)
 
 	if (a->pages.layout.kind != KV_LAYOUT_MLA || a->batch.q_len_max > 4)
 		return -EINVAL;
-	if (!mla_shape(a, &s))
+	/* masked scores are -Inf before they are scaled */
+	if (!mla_shape(a, &s) || !(a->sm_scale > 0.f))
 		return kvk_attn_any_cuda(a, stream);
 	r = plan_params(a, &p);
 	if (r)
