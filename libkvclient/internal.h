@@ -38,6 +38,7 @@
 #define KVC_FREE_BATCH	   64u	/* a free call sends when that many may go */
 #define KVC_FREE_SEND_MAX  512u /* most in one request */
 #define KVC_EVENTS_MAX	   4096u
+#define KVC_STRUCT_MAX	   4096u /* bytes of a struct that an application fills */
 
 /* ------------------------------------------------------------------------------- ring.c
  */
@@ -283,6 +284,11 @@ static inline u64 kvc_deadline(const struct kvc *c)
 	return kv_now_ns() + c->timeout_ms * KV_NSEC_PER_MSEC;
 }
 
+/* Bytes of a struct whose first version ended with @last. */
+#define KVC_FIRST_SIZE(type, last) (offsetof(type, last) + sizeof(((type *)0)->last))
+
+int kvc_struct_take(void *ret, size_t bytes, size_t first, const void *given,
+		    const char *name);
 int kvc_link_open(struct kvc *c, u64 deadline_ns, struct kvc_link **ret_link);
 int kvc_link_watch(struct kvc *c);
 void kvc_link_unmap(struct kvc_link *link);

@@ -231,15 +231,47 @@ static int take_name(struct kvc *c, const char *name)
 	return 0;
 }
 
-static int take_options(struct kvc *c, const struct kvc_options *opt)
+/**
+ * kvc_struct_take() - what the application filled, as this version knows it (docs/abi.md)
+ * @ret: [bytes] fields that an older application does not have are 0
+ * @first: bytes that the first version had
+ * @given: starts with size_bytes
+ *
+ * Return: 0; -EINVAL: too short, or something is set that a later version may mean.
+ */
+int kvc_struct_take(void *ret, size_t bytes, size_t first, const void *given,
+		    const char *name)
 {
-	static const struct kvc_options defaults = {.size_bytes = sizeof(defaults)};
-	const char *path;
+	u32 size_bytes;
 
-	opt = opt ? opt : &defaults;
-	if (opt->size_bytes != sizeof(*opt))
-		return kvc_fail(-EINVAL, "size_bytes=%u: struct kvc_options has %zu",
-				opt->size_bytes, sizeof(*opt));
+	memcpy(&size_bytes, given, sizeof(size_bytes));
+	if (size_bytes < first || size_bytes > KVC_STRUCT_MAX)
+		return kvc_fail(-EINVAL, "size_bytes=%u: struct %s has %zu", size_bytes,
+				name, bytes);
+	for (size_t i = bytes; i < size_bytes; i++)
+		if (((const u8 *)given)[i])
+			return kvc_fail(
+				-EINVAL,
+				"size_bytes=%u: byte %zu is set, struct %s has %zu",
+				size_bytes, i, name, bytes);
+	memset(ret, 0, bytes);
+	memcpy(ret, given, KV_MIN(bytes, (size_t)size_bytes));
+	return 0;
+}
+
+static int take_options(struct kvc *c, const struct kvc_options *given)
+{
+	struct kvc_options options = {0};
+	const struct kvc_options *opt = &options;
+	const char *path;
+	int r;
+
+	r = given ? kvc_struct_take(&options, sizeof(options),
+				    KVC_FIRST_SIZE(struct kvc_options, log_arg), given,
+				    "kvc_options")
+		  : 0;
+	if (r)
+		return r;
 	if (opt->flags)
 		return kvc_fail(-EINVAL, "flags=0x%x: must be 0", opt->flags);
 	if (opt->ring_depth &&

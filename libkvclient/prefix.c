@@ -58,9 +58,6 @@ static void fill_seal(void *arg, const struct kvc_req *req)
 
 static int check_seal(struct kvc_pool *pool, const struct kvc_seal *seal)
 {
-	if (seal->size_bytes != sizeof(*seal))
-		return kvc_fail(-EINVAL, "seal.size_bytes=%u: struct kvc_seal has %zu",
-				seal->size_bytes, sizeof(*seal));
 	if (seal->flags || seal->reserved)
 		return kvc_fail(-EINVAL, "seal.flags=0x%x, reserved=%u: must be 0",
 				seal->flags, seal->reserved);
@@ -69,14 +66,20 @@ static int check_seal(struct kvc_pool *pool, const struct kvc_seal *seal)
 	return check_pages(pool, seal->pages, seal->nr_pages);
 }
 
-int kvc_seal(struct kvc_pool *pool, const struct kvc_seal *seal)
+int kvc_seal(struct kvc_pool *pool, const struct kvc_seal *given)
 {
 	struct kvc *c = pool->c;
+	struct kvc_seal taken;
+	const struct kvc_seal *seal = &taken;
 	struct kvc_req req = {
 		.opcode = KV_OP_SEAL, .pool = pool, .fill = fill_seal, .src = seal};
 	int r;
 
-	r = check_seal(pool, seal);
+	r = kvc_struct_take(&taken, sizeof(taken),
+			    KVC_FIRST_SIZE(struct kvc_seal, ret_seals), given,
+			    "kvc_seal");
+	if (!r)
+		r = check_seal(pool, seal);
 	if (r)
 		return r;
 	/* a launched step may still write the pages */

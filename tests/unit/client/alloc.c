@@ -422,6 +422,10 @@ KVT_TEST(seal_waits_for_launched_steps)
 				.crc32c = &crc,
 				.tokens = tokens,
 				.ret_seals = &ret};
+	struct {
+		struct kvc_seal seal;
+		u64 more;
+	} later = {0}; /* of an application with a later header (docs/abi.md) */
 	struct kvc_step *step;
 
 	start(NULL);
@@ -439,6 +443,12 @@ KVT_TEST(seal_waits_for_launched_steps)
 	seal.size_bytes--;
 	KVT_EXPECT_EQ(kvc_seal(pool, &seal), -EINVAL);
 	KVT_EXPECT_HAS(kvc_strerror(c), "size_bytes");
+	later.seal = seal;
+	later.seal.size_bytes = sizeof(later);
+	KVT_EXPECT_EQ(kvc_seal(pool, &later.seal), 0);
+	later.more = 1;
+	KVT_EXPECT_EQ(kvc_seal(pool, &later.seal), -EINVAL);
+	KVT_EXPECT_EQ(fake.served[KV_OP_SEAL], 3);
 	stop();
 }
 

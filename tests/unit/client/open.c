@@ -51,6 +51,28 @@ KVT_TEST(each_bad_option_is_named)
 	KVT_EXPECT_HAS(kvc_strerror(NULL), "/nonexistent/s");
 }
 
+/* docs/abi.md: of an application that was built with a later header */
+KVT_TEST(larger_options_are_taken_when_the_rest_is_zero)
+{
+	struct {
+		struct kvc_options opt;
+		u8 more[16];
+	} later = {.opt = {.size_bytes = sizeof(later)}};
+	struct kvc *got = NULL;
+
+	fake_start(&fake);
+	later.opt.socket_path = fake.path;
+	KVT_EXPECT_EQ(kvc_open(&later.opt, &got), 0);
+	kvc_close(got);
+	fake_stop(&fake);
+	later.more[15] = 1;
+	KVT_EXPECT_EQ(kvc_open(&later.opt, &got), -EINVAL);
+	KVT_EXPECT_HAS(kvc_strerror(NULL), "byte 63 is set");
+	later.opt.size_bytes = 4097;
+	KVT_EXPECT_EQ(kvc_open(&later.opt, &got), -EINVAL);
+	KVT_EXPECT_HAS(kvc_strerror(NULL), "size_bytes=4097");
+}
+
 KVT_TEST(refused_hello_carries_the_reason)
 {
 	fake.hello_result = -EACCES;
