@@ -22,6 +22,8 @@
  * zeroing, copies, digests) happens between begin and retire.
  *
  * Answers are 0, -errno, or a positive enum kv_outcome; each function lists those it may give.
+ * Who asks kvmd may also be told -EPROTO (the daemon broke the protocol), and who names a pool
+ * -ESHUTDOWN (it did not come back when the library connected again: close it).
  * Nothing here prints, exits or starts a thread. Functions may be called from any thread unless
  * they say otherwise; one struct kvc_step belongs to one thread at a time. After fork() the
  * child's copy is poisoned: every call answers -EOWNERDEAD.
@@ -88,8 +90,10 @@ struct kvc_info {
  * @ret_c: the connection; kvc_close() it
  *
  * Context: may block up to the timeout.
- * Return: 0; -ENOENT or -ECONNREFUSED no daemon; -EACCES this uid has no tenant;
- *	-EPROTONOSUPPORT no common ABI version; -EINVAL an option (size_bytes, name, depth);
+ * Return: 0; -ENOENT or -ECONNREFUSED no daemon; -EACCES this uid has no tenant, or the socket
+ *	is not for it; -EUSERS too many sessions, of this uid or in all; -ECONNRESET or -EPIPE
+ *	kvmd hung up, as on a uid that connects too fast; -EPROTONOSUPPORT no common ABI version;
+ *	-EINVAL an option (size_bytes, flags, name, depth); -ENAMETOOLONG the socket's path;
  *	-ETIMEDOUT; -EPROTO the daemon broke the protocol; -ENOMEM; -EMFILE.
  */
 KVC_API int kvc_open(const struct kvc_options *opt, struct kvc **ret_c);
@@ -149,7 +153,8 @@ struct kvc_pool_info {
  * Return: 0; -EINVAL a layout field is bad or differs from the pool of the same model
  *	(kvc_strerror() names it), or no context of the pool's GPU is current; -ENODEV no such GPU,
  *	or this process does not see it; -EMFILE KV_POOLS_MAX reached, or no
- *	descriptor is free; -ENOMEM; -ETIMEDOUT; -EPROTO.
+ *	descriptor is free; -ENOSPC kvmd has no pool left for this domain; -ENOMEM; -ETIMEDOUT;
+ *	-EPROTO.
  */
 KVC_API int kvc_pool_open(struct kvc *c, const struct kv_layout *layout, const float *scales,
 			  const uint8_t *gpu_uuid, struct kvc_pool **ret_pool);
@@ -355,7 +360,8 @@ KVC_API int kvc_step_block(struct kvc_step *step, struct kvc_pool *pool, uint32_
 
 /**
  * kvc_step_rows() - declare rows of a request; refuse a page that two WRITE rows name
- * Return: 0; -EEXIST: a page has a second WRITE row in this step; -EINVAL: a pfn out of range.
+ * Return: 0; -EEXIST: a page has a second WRITE row in this step; -EINVAL: a pfn out of range;
+ *	-ENOMEM.
  */
 KVC_API int kvc_step_rows(struct kvc_step *step, struct kvc_pool *pool, const struct kv_row *rows,
 			  uint32_t nr_rows);
@@ -379,7 +385,8 @@ struct kvc_check_request {
  * @ret_verdicts: one per request; test with kv_verdict_ok()
  *
  * Marks the step launched. With check mode off it answers "good" and looks at nothing.
- * Return: 0 (also when requests failed: see their verdicts); -EINVAL.
+ * Return: 0 (also when requests failed: see their verdicts); -EINVAL the pool is not open in the
+ *	step's session; -ENOMEM.
  */
 KVC_API int kvc_step_check(struct kvc_step *step, struct kvc_pool *pool,
 			   const struct kvc_check_request *requests, uint32_t nr_requests,
