@@ -181,7 +181,8 @@ static inline int kv_slot_retire(struct kv_session_page *page, uint32_t slot)
 }
 
 /**
- * kv_mag_pop() - take a stocked page; used by the client
+ * kv_mag_pop() - take a stocked page, as a client does; libkvclient's slot_pop() notes it in the
+ *	ledger as well
  * @ret_pfn, @ret_tag, @ret_dirty: written on success only
  *
  * Return: 1 when the caller got the page, 0 when the slot is empty or was recalled.
