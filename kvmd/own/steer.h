@@ -11,7 +11,8 @@
 #include "kvmd/own/tenant.h"
 
 /**
- * kvd_steer_hold() - no reclaim and no eviction takes this page or those before it
+ * kvd_steer_hold() - no reclaim and no eviction takes this page or those before it, but one of
+ *	the whole domain
  * @pfn: in the prefix index
  * @ret_nr: pages that were not held before
  *
