@@ -100,8 +100,8 @@ BINS := $(if $(main-kvmd),$(O)/kvmd) $(if $(main-tools/kvmctl),$(O)/kvmctl) \
 	$(if $(main-tools/kvbench),$(O)/kvbench)
 LIBS := $(O)/libkvclient.a $(O)/libkvclient.so
 
-.PHONY: all kernels tests clean help check check-mutants check-long check-layers check-abi \
-	check-format check-tour soak check-cc check-san check-hostile check-fuzz check-fuzz-brief fuzz-targets coverage check-archs \
+.PHONY: all kernels tests clean help check check-mutants check-long check-layers \
+	check-format soak check-cc check-san check-hostile check-fuzz check-fuzz-brief fuzz-targets coverage check-archs \
 	coverage-run demo deps install-deps bundle
 all: $(BINS) $(LIBS)
 

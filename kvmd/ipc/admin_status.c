@@ -58,7 +58,7 @@ static void reason(cJSON *reasons, const char *code, const char *fmt, ...)
 static void reasons_sessions(struct kvd *kvd, cJSON *reasons)
 {
 	struct kvd_conn *conn;
-	u32 raced = 0, unread = 0, ended = 0;
+	u32 raced = 0, unread = 0, ended = 0, unchecked = 0;
 
 	list_for_each_entry (conn, &kvd->conns, node) {
 		const char *proof = kvd_proof_text(conn);
@@ -69,6 +69,7 @@ static void reasons_sessions(struct kvd *kvd, cJSON *reasons)
 			       (unsigned long long)conn->client_id, conn->cred.pid,
 			       conn->name, proof);
 		raced += conn->pidfd_raced;
+		unchecked += conn->unchecked && conn->state != KVD_CONN_CLOSED;
 		unread += conn->undispatched_ns &&
 			  kvd->now_ns - conn->undispatched_ns > 100000000ull;
 		ended += conn->state == KVD_CONN_CLOSED && conn->session;
@@ -78,6 +79,10 @@ static void reasons_sessions(struct kvd *kvd, cJSON *reasons)
 			       (unsigned long long)conn->client_id, conn->cred.pid,
 			       conn->name);
 	}
+	if (unchecked && kvd->config.check != KV_CHECK_OFF)
+		reason(reasons, "CHECK_OFF",
+		       "%u session(s) connected when check was off, and read without it",
+		       unchecked);
 	if (raced)
 		reason(reasons, "PIDFD_RACED",
 		       "%u session(s): no SO_PEERPIDFD here, the pidfd was made from the pid",

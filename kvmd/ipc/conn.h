@@ -53,6 +53,7 @@ enum kvd_conn_state {
  * @added: EXTENT_ADDED being collected; @added_fds its fds
  * @kept: page and pidfd are in the keeper; @kept_tenant is part of their key
  * @resumed: took up a session with its cookie: POOL_REPLYs are followed by LEASES
+ * @unchecked: was told check=off when it connected
  * @resuming: and its peer has asked for nothing yet: it may still give up and come again
  * @told: pools whose extents were sent on this connection, by entry of session->attach
  * @leases: LEASES being sent; @leases_pfn where it goes on
@@ -94,6 +95,7 @@ struct kvd_conn {
 	struct kv_msg_extents added;
 	int added_fds[KV_MSG_FDS_MAX];
 	bool resumed;
+	bool unchecked;
 	bool resuming;
 	bool kept;
 	u32 kept_tenant;

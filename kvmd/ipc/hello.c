@@ -249,6 +249,7 @@ static void hello_accept(struct kvd_conn *conn, struct kv_msg_hello_reply *reply
 	memcpy(reply->cookie, conn->cookie, sizeof(reply->cookie));
 	reply->ring_bytes = (u32)conn->ring.map_bytes;
 	reply->ring_nonce = conn->ring.nonce;
+	conn->unchecked = kvd->config.check == KV_CHECK_OFF;
 	reply->flags = kvd->config.check | (kvd->spins ? KV_HELLO_SPIN : 0) |
 		       (conn->resumed ? KV_HELLO_RESUMED : 0);
 	strcpy(reply->tenant, kvd->config.tenants[conn->tenant].name);

@@ -14,7 +14,7 @@ static const struct {
 	{"ADOPT_DAMAGE", "look for memory errors (dmesg, ECC counters)"},
 	{"AUDIT_DAMAGE",
 	 "keep the output of kvmctl audit --json, then kvmctl upgrade: it rebuilds all from its records"},
-	{"CHECK_OFF", "\"check\": \"batch\" in the policy"},
+	{"CHECK_OFF", "\"check\": \"batch\" in the policy; engines of before connect again"},
 	{"EVENTS_UNREAD", "the engine must call kvc_dispatch(): its authors"},
 	{"EXTENTS_HELD", "restart that engine"},
 	{"FAULTS_ARMED", "start kvmd without --faults"},

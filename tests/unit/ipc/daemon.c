@@ -465,6 +465,52 @@ KVT_TEST(quota_is_hard_and_reload_is_all_or_nothing)
 	daemon_stop(&d);
 }
 
+static void policy_check(const char *mode)
+{
+	char text[128];
+
+	snprintf(text, sizeof(text),
+		 "{\"check\":\"%s\",\"tenants\":[{\"name\":\"red\",\"uids\":[%u]}]}", mode,
+		 geteuid());
+	config_write(text);
+}
+
+static void with_check_off(struct kvd_options *opt)
+{
+	with_config(opt);
+	policy_check("off");
+}
+
+static bool says_check_off(void)
+{
+	cJSON *doc = daemon_ask(&d, STATUS);
+	char *text = cJSON_PrintUnformatted(doc);
+	const bool found = strstr(text, "CHECK_OFF");
+
+	cJSON_free(text);
+	cJSON_Delete(doc);
+	return found;
+}
+
+/* Who was told to read without the check does so until it connects again. */
+KVT_TEST(check_off_lasts_as_long_as_its_sessions)
+{
+	struct raw old, young;
+
+	daemon_start(&d, with_check_off);
+	raw_open(&old, &d);
+	KVT_EXPECT(says_check_off());
+	policy_check("batch");
+	cJSON_Delete(daemon_ask(&d, "{\"op\":\"reload\"}"));
+	raw_open(&young, &d);
+	KVT_EXPECT(says_check_off());
+	raw_close(&old);
+	daemon_wait(&d, STATUS, "sessions", 1, 1000);
+	KVT_EXPECT(!says_check_off());
+	raw_close(&young);
+	daemon_stop(&d);
+}
+
 static void with_one_extent(struct kvd_options *opt)
 {
 	opt->host_bytes = 2u << 20;
