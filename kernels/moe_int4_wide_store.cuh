@@ -5,7 +5,8 @@
  *
  * A warp has 32 packed rows of up to N tokens, and shares nothing with others: it turns eight
  * tokens at a time over in memory of its own, so that a token's values are stored together. Both
- * are f16, with a power of two for the 16 columns of h, or 32 rows, that a warp has of a token.
+ * are f16, with a power of two for the 16 columns of h that a warp has of a token, or for all that a
+ * warp has of a unit's results: h of each token was brought near 2^14, so these are alike.
  */
 #ifndef KVK_MOE_INT4_WIDE_STORE_CUH
 #define KVK_MOE_INT4_WIDE_STORE_CUH
@@ -158,8 +159,8 @@ __device__ __forceinline__ uint32_t wide_largest(const float (&acc)[2][N / 2], u
 
 /*
  * The power of two for all results of a warp, whatever the token: one reduction instead of three
- * shuffles for each eight tokens and two more to hand its inverse on. h of each token was brought
- * near 2^14, so tokens are alike, and f16 keeps 11 bits of what is 2^28 below the largest.
+ * shuffles for each eight tokens and two more to hand its inverse on. f16 keeps 11 bits of what is 2^28
+ * below the largest.
  */
 template <int N>
 __device__ __forceinline__ float wide_scale_of(const float (&acc)[2][N / 2], uint32_t n)
