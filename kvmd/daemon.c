@@ -189,7 +189,7 @@ static void kvd_prepare(struct kvd *kvd, const struct kvd_options *opt)
 	kvd->opt = *opt;
 	kvd->signal_fd = kvd->spare_fd = -1;
 	kvd->engine_listen.fd = kvd->admin_listen.fd = -1;
-	kvd->state.dir_fd = kvd->state.lock_fd = -1;
+	kvd->state.dir_fd = kvd->state.lock_fd = kvd->state.alive_fd = -1;
 	kvd->kept.keep.fd = kvd->kept.image_fd = -1;
 	kvd->started_ns = kvd->now_ns = kv_now_ns();
 	kvd->tick_ns = kvd->now_ns + KVD_TICK_NS;
@@ -236,6 +236,21 @@ static int core_take(struct kvd *kvd, const struct kvd_config *config, char *err
 	return r;
 }
 
+/* Nobody else's, and kvmctl is told that we live. */
+static int state_take(struct kvd *kvd, char *error)
+{
+	int r = kvd_state_open(kvd->opt.state_dir, &kvd->state, error,
+			       KVD_CONFIG_ERROR_BYTES);
+
+	if (r)
+		return r;
+	r = kvd_state_alive(&kvd->state, kvd->opt.admin_path, error,
+			    KVD_CONFIG_ERROR_BYTES);
+	if (r)
+		kvd_state_close(&kvd->state);
+	return r;
+}
+
 int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 {
 	struct kvd_config *config = calloc(1, sizeof(*config));
@@ -257,8 +272,7 @@ int kvd_init(struct kvd *kvd, const struct kvd_options *opt, char *error)
 		r = config_start(kvd, config, error);
 	if (r)
 		goto free_config;
-	r = kvd_state_open(kvd->opt.state_dir, &kvd->state, error,
-			   KVD_CONFIG_ERROR_BYTES);
+	r = state_take(kvd, error);
 	if (r)
 		goto free_config;
 	r = kvd_requests_init(&kvd->requests);

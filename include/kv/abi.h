@@ -34,6 +34,10 @@
 #define KVMD_SOCKET_DEFAULT	  "/run/kvmd/kvmd.sock"
 #define KVMD_ADMIN_SOCKET_DEFAULT "/run/kvmd/admin.sock"
 
+/* Behind the admin socket's path: a file on which kvmd holds a lock (F_SETLK) as long as it lives. A
+ * connection does not tell: the keeper holds the socket, too. */
+#define KVMD_ADMIN_LOCK_SUFFIX	  ".lock"
+
 /* ------------------------------------------------------------------- ring operations */
 
 enum kv_opcode {

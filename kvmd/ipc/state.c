@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "base/mutant.h"
+#include "kv/abi.h"
 #include "kvmd/backend/memfd.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
@@ -151,7 +152,7 @@ int kvd_state_open(const char *path, struct kvd_state *state, char *error,
 	int r;
 
 	memset(state, 0, sizeof(*state));
-	state->lock_fd = -1;
+	state->lock_fd = state->alive_fd = -1;
 	state->dir_fd = dir_open(path, error, error_bytes);
 	if (state->dir_fd < 0)
 		return state->dir_fd;
@@ -172,13 +173,37 @@ close_state:
 	return r;
 }
 
+int kvd_state_alive(struct kvd_state *state, const char *admin_path, char *error,
+		    size_t error_bytes)
+{
+	struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
+	char path[160];
+	int r = 0;
+
+	if ((size_t)snprintf(path, sizeof(path), "%s" KVMD_ADMIN_LOCK_SUFFIX,
+			     admin_path) >= sizeof(path))
+		r = -ENAMETOOLONG;
+	if (!r)
+		state->alive_fd =
+			open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+	if (!r && (state->alive_fd < 0 || fcntl(state->alive_fd, F_SETLK, &lock)))
+		r = errno == EAGAIN ? -EADDRINUSE : -errno;
+	if (r)
+		snprintf(error, error_bytes, "%s: %s", path,
+			 r == -EADDRINUSE ? "another daemon answers there"
+					  : strerror(-r));
+	return r;
+}
+
 void kvd_state_close(struct kvd_state *state)
 {
+	if (state->alive_fd >= 0)
+		close(state->alive_fd);
 	if (state->lock_fd >= 0)
 		close(state->lock_fd);
 	if (state->dir_fd >= 0)
 		close(state->dir_fd);
-	state->lock_fd = state->dir_fd = -1;
+	state->lock_fd = state->dir_fd = state->alive_fd = -1;
 }
 
 void kvd_state_foresee(struct kvd_state *state)

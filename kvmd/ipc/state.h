@@ -8,7 +8,9 @@
  * rename, fsync of the directory, so a crash leaves the old or the new one. A damaged
  * file stops the start: guessing a bound could repeat a generation.
  *
- * STATE_DIR/lock is held by flock: one daemon per directory.
+ * STATE_DIR/lock is held by flock: one daemon per directory. The admin socket's path with
+ * KVMD_ADMIN_LOCK_SUFFIX is held as well, for kvmctl, which does not know the directory: it asks who
+ * has the lock (F_GETLK) and takes none. No child inherits that one, and the file stays.
  */
 #ifndef KVD_IPC_STATE_H
 #define KVD_IPC_STATE_H
@@ -19,6 +21,7 @@
  * struct kvd_state - an open state directory
  * @dir_fd: owner
  * @lock_fd: owner; holds the lock
+ * @alive_fd: owner; holds the lock beside the admin socket
  * @saved: last saved values, by enum kvd_saved
  * @nr_saves: files written
  * @foreseen_gen: generation bound that the next save writes as well, whatever it is for
@@ -27,6 +30,7 @@
 struct kvd_state {
 	int dir_fd;
 	int lock_fd;
+	int alive_fd;
 	u64 saved[2];
 	u64 nr_saves;
 	u64 foreseen_gen;
@@ -46,7 +50,17 @@ struct kvd_state {
 int kvd_state_open(const char *path, struct kvd_state *state, char *error,
 		   size_t error_bytes);
 
-/** kvd_state_close() - give up the lock */
+/**
+ * kvd_state_alive() - say beside the admin socket that this process lives, until its end
+ * @admin_path: of the socket; it need not be there yet
+ * @error: as kvd_state_open()
+ *
+ * Return: 0; -EADDRINUSE another daemon does; -errno.
+ */
+int kvd_state_alive(struct kvd_state *state, const char *admin_path, char *error,
+		    size_t error_bytes);
+
+/** kvd_state_close() - give up the locks */
 void kvd_state_close(struct kvd_state *state);
 
 /**

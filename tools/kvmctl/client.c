@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* client.c - one JSON line to the admin socket, one back. */
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,8 +24,32 @@ cJSON *ctl_request(const char *op)
 	return request;
 }
 
+/*
+ * A keeper holds the socket while there is no kvmd, so that commands wait for the next one. One
+ * that starts or hangs holds a lock beside it (kv/abi.h).
+ */
+static bool kvmd_is_gone(const struct ctl *ctl)
+{
+	struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
+	char path[160];
+	int fd, r;
+
+	snprintf(path, sizeof(path), "%s" KVMD_ADMIN_LOCK_SUFFIX, ctl->args.socket);
+	fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+	if (fd < 0)
+		return false; /* who knows */
+	r = fcntl(fd, F_GETLK, &lock);
+	close(fd);
+	return !r && lock.l_type == F_UNLCK;
+}
+
 static int no_answer(struct ctl *ctl)
 {
+	if (kvmd_is_gone(ctl))
+		return ctl_error(ctl, CTL_NO_DAEMON,
+				 "%s: kvmd is not running there: no other came within "
+				 "%g s, its keeper holds everything for one",
+				 ctl->args.socket, ctl->args.timeout_s);
 	return ctl_error(ctl, CTL_TIMEOUT, "no answer within %g s", ctl->args.timeout_s);
 }
 
@@ -32,7 +57,7 @@ static int connect_error(struct ctl *ctl, int err)
 {
 	const char *path = ctl->args.socket;
 
-	if (err == EAGAIN) /* it lives and accepts nobody */
+	if (err == EAGAIN) /* nobody accepts */
 		return no_answer(ctl);
 
 	if (err == EACCES || err == EPERM)

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include "kv/abi.h"
 #include "kvmd/dbg/fault.h"
 #include "kvmd/dbg/log.h"
 #include "tests/kvt.h"
@@ -122,6 +123,57 @@ KVT_TEST(one_daemon_per_directory)
 	kvd_state_close(&a);
 	KVT_EXPECT_EQ(kvd_state_open(dir, &b, error, sizeof(error)), 0);
 	kvd_state_close(&b);
+	cleanup();
+}
+
+/* What kvmctl asks: whose is the lock beside the admin socket? A killed one's is nobody's. */
+KVT_TEST(the_end_of_a_daemon_is_seen_at_its_lock)
+{
+	char admin[80], file[90], long_path[200];
+	struct kvd_state state;
+	int told[2], status;
+	struct flock lock;
+	char byte;
+	pid_t pid;
+	int fd;
+
+	setup();
+	snprintf(admin, sizeof(admin), "%s/admin.sock", dir);
+	snprintf(file, sizeof(file), "%s" KVMD_ADMIN_LOCK_SUFFIX, admin);
+	KVT_EXPECT(!pipe(told));
+	pid = fork();
+	if (!pid) {
+		if (kvd_state_open(dir, &state, error, sizeof(error)) ||
+		    kvd_state_alive(&state, admin, error, sizeof(error)))
+			_exit(1);
+		KVT_EXPECT_EQ(write(told[1], "x", 1), 1);
+		for (;;)
+			pause();
+	}
+	KVT_EXPECT_EQ(read(told[0], &byte, 1), 1);
+	fd = open(file, O_RDWR);
+	lock = (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET};
+	KVT_EXPECT(fd >= 0 && !fcntl(fd, F_GETLK, &lock));
+	KVT_EXPECT_EQ(lock.l_type, F_WRLCK);
+	KVT_EXPECT_EQ(lock.l_pid, pid);
+	/* of another directory, at the same socket */
+	state = (struct kvd_state){.dir_fd = -1, .lock_fd = -1, .alive_fd = -1};
+	KVT_EXPECT_EQ(kvd_state_alive(&state, admin, error, sizeof(error)), -EADDRINUSE);
+	KVT_EXPECT_HAS(error, "another daemon");
+	kvd_state_close(&state);
+	kill(pid, SIGKILL);
+	KVT_EXPECT_EQ(waitpid(pid, &status, 0), pid);
+	lock = (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET};
+	KVT_EXPECT(!fcntl(fd, F_GETLK, &lock));
+	KVT_EXPECT_EQ(lock.l_type, F_UNLCK);
+	KVT_EXPECT_EQ(kvd_state_alive(&state, admin, error, sizeof(error)), 0);
+	kvd_state_close(&state);
+	memset(long_path, 'x', sizeof(long_path));
+	long_path[sizeof(long_path) - 1] = 0;
+	KVT_EXPECT_EQ(kvd_state_alive(&state, long_path, error, sizeof(error)),
+		      -ENAMETOOLONG);
+	close(fd);
+	unlink(file);
 	cleanup();
 }
 
