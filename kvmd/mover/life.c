@@ -166,6 +166,7 @@ void mover_start(struct kvd_mover *m, u64 now_ns)
 		goto fail;
 	m->stats.starts++;
 	m->state = KVD_MOVER_STARTING;
+	m->progress_ns = now_ns;
 	m->pidfd = (int)syscall(SYS_pidfd_open, m->pid, 0);
 	r = m->pidfd < 0 ? -errno : watch(m, m->pidfd, TAG_PID);
 	if (r) {

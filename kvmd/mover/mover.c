@@ -358,6 +358,17 @@ static void resend(struct kvd_mover *m)
 		m->alloc_sent = m->owns = true;
 }
 
+/* How long it may stand still; KVD_MOVER_NEVER: nothing is expected of it. As it starts it pins the
+ * pool, which takes its time. */
+static u64 patience_ns(const struct kvd_mover *m)
+{
+	if (m->state == KVD_MOVER_STARTING && !KV_MUTANT(mover_starts_for_ever))
+		return STUCK_NS + (m->params.pool_bytes >> 30) * KV_NSEC_PER_SEC;
+	if (m->state == KVD_MOVER_READY && mover_owes(m))
+		return STUCK_NS;
+	return KVD_MOVER_NEVER;
+}
+
 u64 kvd_mover_run(struct kvd_mover *m, u64 now_ns)
 {
 	u64 next = KVD_MOVER_NEVER;
@@ -380,17 +391,17 @@ u64 kvd_mover_run(struct kvd_mover *m, u64 now_ns)
 		if (m->resend || (m->alloc_id && !m->alloc_sent))
 			resend(m);
 	}
-	if (m->state == KVD_MOVER_READY && mover_owes(m) && now_ns > m->progress_ns &&
-	    now_ns - m->progress_ns > STUCK_NS)
-		mover_kill(m, "no progress for 30 s");
+	if (now_ns > m->progress_ns && now_ns - m->progress_ns > patience_ns(m))
+		mover_kill(m, m->state == KVD_MOVER_STARTING ? "not ready in time"
+							     : "no progress for 30 s");
 	/* Whoever waits learns that there is no telling when. */
 	if (m->state == KVD_MOVER_ENDING && now_ns - m->ending_ns > UNPROVEN_NS)
 		mover_jobs_fail(m, &m->queued, -EPIPE);
 	call_done(m);
 	if (m->state == KVD_MOVER_BACKOFF && wanted)
 		next = KV_MIN(next, m->retry_ns);
-	if (m->state == KVD_MOVER_READY && mover_owes(m))
-		next = KV_MIN(next, m->progress_ns + STUCK_NS + 1);
+	if (patience_ns(m) != KVD_MOVER_NEVER)
+		next = KV_MIN(next, m->progress_ns + patience_ns(m) + 1);
 	if (m->state == KVD_MOVER_ENDING && !list_empty(&m->queued))
 		next = KV_MIN(next, m->ending_ns + UNPROVEN_NS + 1);
 	if (m->resend || (m->state == KVD_MOVER_READY && !list_empty(&m->queued)))

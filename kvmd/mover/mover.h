@@ -11,7 +11,9 @@
  *
  *	OFF -> STARTING -> READY -> DYING -> ENDING -> BACKOFF -> STARTING
  *
- *	STARTING  the process runs; jobs wait in kvmd. On a GPU until NVML lists it as well
+ *	STARTING  the process runs; jobs wait in kvmd. On a GPU until NVML lists it as well.
+ *	          One that is not ready after 30 s, and a second for each GiB that it pins, is
+ *	          killed; jobs fail as with one that cannot start
  *	READY     jobs are handed over
  *	DYING     it hung up, broke the protocol or stood still: killed; the pidfd is awaited
  *	ENDING    the process is gone; on a GPU its copies may not be: kvmd waits for NVML

@@ -75,7 +75,7 @@ struct kvd_mover {
 	int start_result;
 	u64 backoff_ns;
 	u64 retry_ns;
-	u64 progress_ns; /* it answered, or was asked when it had nothing to do */
+	u64 progress_ns; /* it began, answered, or was asked when it had nothing to do */
 	u64 ending_ns;
 	u64 now_ns;
 	/* cuda-legacy: the allocation under way; 0 none */

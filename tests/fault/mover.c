@@ -300,6 +300,60 @@ KVT_TEST(mover_that_does_not_let_go_is_killed)
 	rig_close(&rig);
 }
 
+/* It stands still before it is ready, with jobs that have no deadline: it is killed, they fail, the
+ * next one does others. */
+static void hangs_as_it_starts(bool gpu)
+{
+	struct result a, b;
+	u64 start_ns, later;
+	struct rig rig;
+
+	if (gpu)
+		setenv("FAKE_CUDA_INIT_MS", "600000", 1);
+	rig_open(&rig, false, NULL);
+	rig.m->params.backend = gpu ? KV_BACKEND_CUDA : KV_BACKEND_HOST;
+	if (gpu)
+		use_gpu();
+	submit_run(&rig, &a, KVD_MOVER_IN, 0, 4, 0);
+	submit_run(&rig, &b, KVD_MOVER_OUT, 1, 4, 8 * MIB);
+	start_ns = kv_now_ns();
+	later = kvd_mover_run(rig.m, start_ns);
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_STARTING);
+	if (!gpu)
+		kill(kvd_mover_pid(rig.m), SIGSTOP);
+	KVT_EXPECT(later > start_ns + 20 * KV_NSEC_PER_SEC); /* a driver may be slow */
+	KVT_EXPECT(later < start_ns + 60 * KV_NSEC_PER_SEC);
+	kvd_mover_run(rig.m, later - KV_NSEC_PER_SEC);
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_STARTING);
+	kvd_mover_run(rig.m, later);
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_DYING);
+	wait_state(&rig, KVD_MOVER_BACKOFF);
+	turn(&rig, 0);
+	KVT_EXPECT(a.calls == 1 && a.status == -EPIPE);
+	KVT_EXPECT(b.calls == 1 && b.status == -EPIPE);
+	KVT_EXPECT_HAS(kvd_mover_error(rig.m), "not ready");
+	KVT_EXPECT_EQ(rig.nr_put, rig.nr_given);
+	rig.m->params.backend = KV_BACKEND_HOST;
+	rig.m->retry_ns = 0;
+	round_trip(&rig, 0);
+	KVT_EXPECT_EQ(kvd_mover_stats(rig.m)->starts, 2);
+	/* ready, and with nothing to do, it may stand still */
+	KVT_EXPECT_EQ(kvd_mover_run(rig.m, kv_now_ns() + 3600 * KV_NSEC_PER_SEC),
+		      KVD_MOVER_NEVER);
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_READY);
+	rig_close(&rig);
+}
+
+KVT_TEST(mover_that_hangs_as_it_starts_is_killed)
+{
+	hangs_as_it_starts(false);
+}
+
+KVT_TEST(mover_whose_driver_hangs_as_it_starts_is_killed)
+{
+	hangs_as_it_starts(true);
+}
+
 KVT_TEST(drop_waits_for_the_jobs_of_an_extent)
 {
 	struct kvd_mover_copy c;
