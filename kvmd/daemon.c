@@ -216,23 +216,35 @@ static int doors_open(struct kvd *kvd, char *error)
 	return sockets_open(kvd, error);
 }
 
+/* Legacy memory dies with the mover, which dies with kvmd: nothing to keep. */
+static void keeper_leave(struct kvd *kvd)
+{
+	kvd->opt.keeper = false;
+	if (kvd->kept.image)
+		kvd_kept_stop(kvd, true);
+}
+
 /* The core, on what may have outlived an earlier kvmd. */
 static int core_take(struct kvd *kvd, const struct kvd_config *config, char *error)
 {
-	int r = kvd_memory_open(kvd, config, error);
+	int r;
 
-	if (r)
-		return r;
-	/* Legacy memory dies with the mover, which dies with kvmd: nothing to keep. */
-	if (kvd->memory.kind == KV_BACKEND_CUDA_LEGACY)
-		kvd->opt.keeper = false;
+	if (kvd->opt.backend == KVD_BACKEND_CUDA_LEGACY)
+		keeper_leave(kvd);
 	r = kvd_kept_start(kvd, error);
 	if (!r)
-		r = core_start(kvd, config, error);
-	if (r) {
-		kvd_kept_stop(kvd, !kvd->kept.there || KV_MUTANT(quit_keeper));
-		kvd_memory_close(kvd);
-	}
+		r = kvd_memory_open(kvd, config, error);
+	if (r)
+		goto stop_kept;
+	if (kvd->memory.kind == KV_BACKEND_CUDA_LEGACY)
+		keeper_leave(kvd);
+	kvd_kept_memory_is(&kvd->kept, kvd->memory.kind);
+	r = core_start(kvd, config, error);
+	if (!r)
+		return 0;
+	kvd_memory_close(kvd);
+stop_kept:
+	kvd_kept_stop(kvd, !kvd->kept.there || KV_MUTANT(quit_keeper));
 	return r;
 }
 

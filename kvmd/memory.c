@@ -173,6 +173,14 @@ static int open_auto(struct kvd *kvd, const struct kvd_config *config)
 		snprintf(m->why, sizeof(m->why), "auto: --host-bytes names host memory");
 		return open_host(kvd, config);
 	}
+	if (kvd_kept_memory(&kvd->kept) == KV_BACKEND_HOST) {
+		snprintf(m->why, sizeof(m->why),
+			 "auto: the keeper holds pages in host memory");
+		if (gpu_on_host())
+			snprintf(m->fault, sizeof(m->fault),
+				 "%s; a stop and a start give them up", m->why);
+		return open_host(kvd, config);
+	}
 	r = kvd_cuda_probe(text, sizeof(text));
 	if (!r)
 		r = open_cuda(kvd, config, false);
@@ -214,7 +222,7 @@ static int open_named(struct kvd *kvd, const struct kvd_config *config, bool leg
 	return r;
 }
 
-int kvd_memory_open(struct kvd *kvd, const struct kvd_config *config, char *error)
+static int open_chosen(struct kvd *kvd, const struct kvd_config *config, char *error)
 {
 	struct kvd_memory *m = &kvd->memory;
 
@@ -230,6 +238,34 @@ int kvd_memory_open(struct kvd *kvd, const struct kvd_config *config, char *erro
 		break;
 	}
 	return open_auto(kvd, config);
+}
+
+/* Extents that are not of this memory would be dropped with all their pages. */
+static int kept_fits(struct kvd *kvd, char *error)
+{
+	int kept = kvd_kept_memory(&kvd->kept);
+	bool host = kept == KV_BACKEND_HOST;
+
+	if (kept < 0 || kept == (int)kvd->memory.kind)
+		return 0;
+	snprintf(error, KVD_CONFIG_ERROR_BYTES,
+		 "%.100s, but the keeper holds pages %s. They are left as they are for a "
+		 "start with %s. To give them up end the process kvmd-keeper",
+		 kvd->memory.why, host ? "in host memory" : "of the GPU",
+		 host ? "--backend host" : "its driver");
+	return -EBUSY;
+}
+
+int kvd_memory_open(struct kvd *kvd, const struct kvd_config *config, char *error)
+{
+	int r = open_chosen(kvd, config, error);
+
+	if (r)
+		return r;
+	r = kept_fits(kvd, error);
+	if (r)
+		kvd_memory_close(kvd);
+	return r;
 }
 
 void kvd_memory_close(struct kvd *kvd)

@@ -50,9 +50,12 @@ struct kvd_memory {
  * auto takes the GPU when the driver loads and has a device, else host memory; it waits
  * for cuInit to know. An explicit cuda does not wait. cuda-legacy is for devices that do
  * not export memory by descriptor; its state does not outlive kvmd, so no keeper is used.
+ * Behind kvd_kept_start(): where an earlier kvmd left pages auto takes the memory that they
+ * are in, and nothing else is served.
  *
  * Return: 0; -ENOENT, -ENOSYS cuda was asked for and there is no driver; -EINVAL
- *	cuda-legacy with several domains; -ENOMEM; -EMFILE.
+ *	cuda-legacy with several domains; -EBUSY the keeper holds pages that are in another
+ *	memory; -ENOMEM; -EMFILE.
  */
 int kvd_memory_open(struct kvd *kvd, const struct kvd_config *config, char *error);
 

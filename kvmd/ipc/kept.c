@@ -378,6 +378,28 @@ int kvd_kept_start(struct kvd *kvd, char *error)
 	return 0;
 }
 
+int kvd_kept_memory(const struct kvd_kept *kept)
+{
+	bool any = false;
+
+	if (!kept->found || KV_MUTANT(kept_memory_ignored))
+		return -1;
+	for (u32 i = 0; i < kept->nr && !any; i++)
+		any = kept->fds[i].key.kind == KVD_KEEP_EXTENT;
+	if (any && kept->image->memory == KVD_IMAGE_HOST)
+		return KV_BACKEND_HOST;
+	if (any && kept->image->memory == KVD_IMAGE_CUDA)
+		return KV_BACKEND_CUDA;
+	return -1;
+}
+
+void kvd_kept_memory_is(struct kvd_kept *kept, u32 kind)
+{
+	if (kept->image)
+		kept->image->memory =
+			kind == KV_BACKEND_HOST ? KVD_IMAGE_HOST : KVD_IMAGE_CUDA;
+}
+
 int kvd_kept_listen(struct kvd *kvd, u32 index)
 {
 	for (u32 i = 0; i < kvd->kept.nr; i++) {

@@ -54,8 +54,19 @@ struct kvd_kept {
 	struct kvd_kept_fd half;
 };
 
-/** kvd_kept_start() - before the core: connect, take what is there, map the image */
+/** kvd_kept_start() - before the memory is chosen: connect, take what is there, map the image */
 int kvd_kept_start(struct kvd *kvd, char *error);
+
+/**
+ * kvd_kept_memory() - which memory the extents that were found are made of
+ *
+ * Another one cannot adopt them: their pages would be lost.
+ * Return: KV_BACKEND_HOST, KV_BACKEND_CUDA; -1 there are none, or it is not known.
+ */
+int kvd_kept_memory(const struct kvd_kept *kept);
+
+/** kvd_kept_memory_is() - for the next kvmd: the extents are of @kind, KV_BACKEND_*, now */
+void kvd_kept_memory_is(struct kvd_kept *kept, u32 kind);
 
 /** kvd_kept_adopt() - after the core: domains, tenants, sessions, pools */
 int kvd_kept_adopt(struct kvd *kvd, char *error);

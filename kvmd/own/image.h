@@ -28,6 +28,10 @@
 #define KVD_IMAGE_LISTED   0x6c697374u
 #define KVD_IMAGE_MPS	   0x9dcf8a3bu
 
+/* Values of kvd_image.memory: what the extents are made of; anything else: not known. */
+#define KVD_IMAGE_HOST	   0x686f7374u
+#define KVD_IMAGE_CUDA	   0x97d3a1e5u
+
 struct kvd_image_domain {
 	char name[KV_NAME_BYTES];
 	u64 check; /* 0 = unused */
@@ -62,12 +66,13 @@ struct kvd_image_session {
 
 /**
  * struct kvd_image - the region
+ * @memory: KVD_IMAGE_*
  * @next_client_id: no session ever had this id or a larger one
  */
 struct kvd_image {
 	u64 magic;
 	u32 version;
-	u32 reserved;
+	u32 memory;
 	u64 next_client_id;
 	struct kvd_undo undo;
 	struct kvd_image_domain domains[KVD_DOMAINS_MAX];

@@ -153,4 +153,136 @@ KVT_TEST_T(extents_are_adopted_before_the_size_is_known, 60)
 	ipc_stop(&kvmd);
 }
 
+/* --------------------------------------------------- the keeper has one memory, the start another */
+
+static const char *const automatic[] = {"--keeper", "--backend", "auto", "--test-extents",
+					NULL};
+static const char *const named_cuda[] = {"--keeper", "--backend", "cuda",
+					 "--test-extents", NULL};
+static const char *const named_host[] = {"--keeper",	 "--backend", "host",
+					 "--host-bytes", "256MiB",    NULL};
+static const char *const sized_host[] = {"--keeper",	 "--backend", "auto",
+					 "--host-bytes", "256MiB",    NULL};
+
+static void expect_refused(const char *const *args, const char *why)
+{
+	pid_t keeper = ipc_keeper_pid();
+	int status;
+
+	unlink(kvmd.log_path);
+	KVT_EXPECT(keeper > 0);
+	if (ipc_start_again(&kvmd, args))
+		KVT_FAIL("kvmd starts although \"%s\"", why);
+	KVT_EXPECT_EQ(waitpid(kvmd.pid, &status, 0), kvmd.pid);
+	KVT_EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 1);
+	if (!log_has(why)) {
+		ipc_show_log(&kvmd);
+		KVT_FAIL("it does not say \"%s\"", why);
+	}
+	KVT_EXPECT_EQ(ipc_keeper_pid(), keeper);
+}
+
+static void expect_start(const char *const *args, const char *backend)
+{
+	char *status, want[64];
+
+	if (!ipc_start_again(&kvmd, args)) {
+		ipc_show_log(&kvmd);
+		KVT_FAIL("kvmd does not start again");
+	}
+	snprintf(want, sizeof(want), "\"backend\":\"%s\"", backend);
+	status = ipc_admin(&kvmd, "{\"op\":\"status\"}");
+	KVT_EXPECT_HAS(status, want);
+	free(status);
+}
+
+/* The driver does not work any more when kvmd comes again: what is on the GPU waits for it. */
+KVT_TEST_T(extents_wait_for_a_driver_that_works, 60)
+{
+	static const struct {
+		const char *name, *value, *why;
+	} broken[] = {
+		{"KV_CUDA_LIB", "/nonexistent/libcuda.so.1", "libcuda"},
+		{"FAKE_CUDA_INIT", "803", "versions differ"},
+		{"FAKE_CUDA_INIT", "999", "cuInit"},
+		{"FAKE_CUDA_DEVICES", "0", "no device"},
+		{"FAKE_CUDA_LACKS", "103", "export of memory"}, /* KV_CU_ATTR_POSIX_FD */
+	};
+	int done[2], go[2];
+	char byte, *lib;
+	pid_t w, r;
+
+	setenv("KVT_BACKEND", "cuda", 1);
+	ipc_need_fake();
+	KVT_EXPECT_EQ(pipe(done), 0);
+	KVT_EXPECT_EQ(pipe(go), 0);
+	start();
+	w = ipc_child(writer, (void *)(intptr_t)done[1]);
+	r = ipc_child(reader, (void *)(intptr_t)go[0]);
+	KVT_EXPECT_EQ(read(done[0], &byte, 1), 1);
+	kill(w, SIGKILL);
+	ipc_wait(w);
+	kill_kvmd();
+	lib = strdup(getenv("KV_CUDA_LIB"));
+	for (u32 i = 0; i < KV_ARRAY_SIZE(broken); i++) {
+		setenv(broken[i].name, broken[i].value, 1);
+		expect_refused(automatic, broken[i].why);
+		KVT_EXPECT(log_has("pages of the GPU") && log_has("kvmd-keeper"));
+		unsetenv(broken[i].name);
+		setenv("KV_CUDA_LIB", lib, 1);
+	}
+	setenv("KV_CUDA_LIB", "/nonexistent/libcuda.so.1", 1);
+	expect_refused(named_cuda, "libcuda");
+	setenv("KV_CUDA_LIB", lib, 1);
+	expect_refused(named_host, "pages of the GPU");
+	expect_refused(sized_host, "pages of the GPU");
+	expect_start(automatic, "cuda");
+	KVT_EXPECT_EQ(write(go[1], "x", 1), 1);
+	KVT_EXPECT_EQ(ipc_wait(r), 0);
+	free(lib);
+	ipc_stop(&kvmd);
+}
+
+/* Nothing is on the GPU: nothing is lost. */
+KVT_TEST(without_extents_auto_is_free)
+{
+	setenv("KVT_BACKEND", "cuda", 1);
+	ipc_need_fake();
+	start();
+	kill_kvmd();
+	setenv("FAKE_CUDA_INIT", "999", 1);
+	expect_start(automatic, "host");
+	kill_kvmd();
+	unsetenv("FAKE_CUDA_INIT");
+	expect_start(automatic, "cuda");
+	ipc_stop(&kvmd);
+}
+
+/* The other way round: a driver is there now, and the pages are in host memory. */
+KVT_TEST(auto_stays_with_host_memory_that_has_pages)
+{
+	struct kv_grant pages[8];
+	struct kvc_pool *pool;
+	char error[512];
+	struct kvc *c;
+
+	ipc_need_fake();
+	ipc_use_fake_cuda();
+	setenv("FAKE_CUDA_DEVICES", "0", 1);
+	if (eng_private_kvmd_start(automatic, &kvmd, error, sizeof(error)))
+		KVT_FAIL("%s", error);
+	c = ipc_connect(&kvmd);
+	pool = ipc_pool(c);
+	KVT_EXPECT_EQ(kvc_alloc(pool, 8, KV_GFP_NOWAIT, pages), 0);
+	fill(pool, pages[3].pfn, 3);
+	kill_kvmd();
+	unsetenv("FAKE_CUDA_DEVICES");
+	expect_refused(named_cuda, "pages in host memory");
+	expect_start(automatic, "host");
+	KVT_EXPECT_EQ(stat_of(pool).nr_active, 8);
+	KVT_EXPECT(ipc_passes(c, pool, pages[3]) && filled(pool, pages[3].pfn, 3));
+	kvc_close(c);
+	ipc_stop(&kvmd);
+}
+
 KVT_MAIN()
