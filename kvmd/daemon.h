@@ -59,6 +59,7 @@
  * @seccomp_error: why system calls are not filtered; 0: they are
  * @mover_program: started as the mover; NULL: this program
  * @program: what an upgrade executes; NULL: it is not tried before
+ * @argv: with which arguments
  * @faults: fault points to arm; NULL none, and the admin socket may not arm any
  */
 struct kvd_options {
@@ -85,6 +86,7 @@ struct kvd_options {
 	int seccomp_error;
 	const char *mover_program;
 	const char *program;
+	char *const *argv;
 };
 
 /**
@@ -206,5 +208,26 @@ void kvd_fini(struct kvd *kvd);
  * Return: 0; -errno, and nothing changed.
  */
 int kvd_reload(struct kvd *kvd, bool dry_run, char *error, u32 *ret_deferred);
+
+/** kvd_config_start() - the policy that a start with kvd->opt has. Return: as kvd_config_load() */
+int kvd_config_start(const struct kvd *kvd, struct kvd_config *config, char *error);
+
+/**
+ * kvd_try() - would a kvmd of this program take these options and their policy?
+ * @kvd: zeroed; nothing of it is left
+ * @error: as kvd_init()
+ *
+ * Nothing is opened but the policy. What depends on a kvmd that serves: kvd_try_next().
+ * Return: 0; -errno.
+ */
+int kvd_try(struct kvd *kvd, const struct kvd_options *opt, char *error);
+
+/**
+ * kvd_try_next() - would a kvmd in place of this one take the policy file as it is now?
+ * @error: as kvd_init()
+ *
+ * What the file alone cannot tell: this host's memory, tenants that exist. Return: 0; -errno.
+ */
+int kvd_try_next(struct kvd *kvd, char *error);
 
 #endif

@@ -55,6 +55,8 @@ static const char usage_text[] =
 	"      --ready-fd N         write \"ready\\n\" to N when serving\n"
 	"      --die-with-parent    end when the parent process ends\n"
 	"      --foreground         stay in the foreground (always so)\n"
+	"      --check-policy       start nothing: read options and policy, and say what is wrong\n"
+	"                           with them (exit 1; 2 the options)\n"
 	"  -v, --verbose            debug lines as well\n"
 	"      --version            print the version\n"
 	"  -h, --help               print this\n";
@@ -81,6 +83,7 @@ enum opt_id {
 	OPT_KEEPER,
 	OPT_NO_KEEPER,
 	OPT_USER,
+	OPT_CHECK_POLICY,
 	OPT_VERSION,
 };
 
@@ -106,6 +109,7 @@ static const struct option long_options[] = {
 	{"keeper", no_argument, NULL, OPT_KEEPER},
 	{"no-keeper", no_argument, NULL, OPT_NO_KEEPER},
 	{"user", required_argument, NULL, OPT_USER},
+	{"check-policy", no_argument, NULL, OPT_CHECK_POLICY},
 	{"verbose", no_argument, NULL, 'v'},
 	{"version", no_argument, NULL, OPT_VERSION},
 	{"help", no_argument, NULL, 'h'},
@@ -121,6 +125,7 @@ struct cmdline {
 	const char *user;
 	bool die_with_parent;
 	bool verbose;
+	bool check_policy;
 	int keeper; /* -1: as --private says */
 };
 
@@ -284,6 +289,9 @@ static int parse_args(struct cmdline *cmd, int argc, char **argv)
 			break;
 		case OPT_FOREGROUND:
 			break;
+		case OPT_CHECK_POLICY:
+			cmd->check_policy = true;
+			break;
 		case 'v':
 			cmd->verbose = true;
 			break;
@@ -401,6 +409,16 @@ static int harden(struct cmdline *cmd)
 	return 0;
 }
 
+static int check_policy(struct kvd *kvd, const struct kvd_options *opt)
+{
+	char error[KVD_CONFIG_ERROR_BYTES];
+
+	if (!kvd_try(kvd, opt, error))
+		return 0;
+	fprintf(stderr, "kvmd: %s\n", error);
+	return 1;
+}
+
 int main(int argc, char **argv)
 {
 	static struct kvd kvd;
@@ -428,6 +446,8 @@ int main(int argc, char **argv)
 		r = private_paths(&cmd);
 	if (r)
 		return EXIT_USAGE;
+	if (cmd.check_policy)
+		return check_policy(&kvd, &cmd.opt);
 	/* What a service manager would have made. */
 	if (!strncmp(cmd.opt.socket_path, "/run/kvmd/", 10) ||
 	    !strncmp(cmd.opt.admin_path, "/run/kvmd/", 10))
@@ -436,6 +456,7 @@ int main(int argc, char **argv)
 	n = readlink("/proc/self/exe", upgrade_path, sizeof(upgrade_path) - 1);
 	upgrade_path[n > 0 ? n : 0] = 0;
 	cmd.opt.program = upgrade_path;
+	cmd.opt.argv = argv;
 	cmd.opt.keeper = cmd.keeper < 0 ? !cmd.private_dir : cmd.keeper;
 	cmd.opt.keeper_die_with = cmd.die_with_parent ? parent : 0;
 	if (harden(&cmd))

@@ -2,9 +2,10 @@
 /*
  * ipc/admin_upgrade.c - the program that is installed now takes over from this one.
  *
- * After exec() there is no way back: a file that does not run would leave engines with a
- * keeper and no kvmd. So it has to say its version first, in a child. Loop thread only; the
- * loop waits for that child.
+ * After exec() there is no way back: a file that does not run, or that refuses options or policy,
+ * would leave engines with a keeper and no kvmd. So it has to say its version first, then what it
+ * thinks of both, each time in a child; and this kvmd adds what the new one cannot know before it
+ * serves. Loop thread only; the loop waits for the children.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -19,12 +20,13 @@
 #include "base/spawn.h"
 #include "kvmd/ipc/admin_priv.h"
 
-#define RUN_MS_MAX 2000u /* a version takes some ms */
+#define RUN_MS_MAX 2000u /* each takes some ms */
+#define ARGS_MAX   64u
+#define SAID_BYTES 200u
 
-/* Return: the child's pid; -errno, nothing was started */
-static pid_t version_start(const char *program)
+/* What it says comes out of @out. Return: the child's pid; -errno, nothing was started */
+static pid_t child_start(const char *program, char *const *argv, int out)
 {
-	char *argv[] = {(char *)(uintptr_t)program, "--version", NULL};
 	posix_spawn_file_actions_t actions;
 	pid_t pid = 0;
 	int r;
@@ -32,9 +34,9 @@ static pid_t version_start(const char *program)
 	r = -posix_spawn_file_actions_init(&actions);
 	if (r)
 		return r;
-	r = -posix_spawn_file_actions_addopen(&actions, 1, "/dev/null", O_WRONLY, 0);
+	r = -posix_spawn_file_actions_adddup2(&actions, out, 1);
 	if (!r)
-		r = -posix_spawn_file_actions_adddup2(&actions, 1, 2);
+		r = -posix_spawn_file_actions_adddup2(&actions, out, 2);
 	if (!r)
 		r = kv_spawn(program, &actions, argv, &pid);
 	posix_spawn_file_actions_destroy(&actions);
@@ -42,7 +44,7 @@ static pid_t version_start(const char *program)
 }
 
 /* Return: 0; -ETIMEDOUT it was killed; -ENOEXEC it ended with another status */
-static int version_wait(pid_t pid)
+static int child_wait(pid_t pid)
 {
 	u64 end_ns = kv_now_ns() + RUN_MS_MAX * KV_NSEC_PER_MSEC;
 	int status = 0;
@@ -60,15 +62,74 @@ static int version_wait(pid_t pid)
 	return WIFEXITED(status) && WEXITSTATUS(status) == 0 ? 0 : -ENOEXEC;
 }
 
+/* The first line, of an unknown program: only what can be read. It may have children that live. */
+static void child_said(int fd, char *said)
+{
+	ssize_t n = read(fd, said, SAID_BYTES - 1);
+	char *c;
+
+	said[n > 0 ? n : 0] = 0;
+	for (c = said; *c && *c != '\n'; c++)
+		if (*c < ' ' || *c > '~')
+			*c = '?';
+	*c = 0;
+}
+
+/* Return: 0 it ended well; -ENOEXEC, @said says why not. */
+static int child_run(const char *program, char *const *argv, char *said)
+{
+	int out[2], r;
+	pid_t pid;
+
+	said[0] = 0;
+	if (pipe2(out, O_CLOEXEC)) {
+		strcpy(said, strerror(errno));
+		return -ENOEXEC;
+	}
+	fcntl(out[0], F_SETFL, O_NONBLOCK);
+	pid = child_start(program, argv, out[1]);
+	close(out[1]);
+	r = pid < 0 ? (int)pid : child_wait(pid);
+	if (r == -ENOEXEC && pid > 0)
+		child_said(out[0], said);
+	close(out[0]);
+	if (!said[0])
+		strcpy(said, pid < 0	       ? strerror(-r)
+			     : r == -ETIMEDOUT ? "no end within 2 s"
+					       : "it does not end well");
+	return r ? -ENOEXEC : 0;
+}
+
 static int program_runs(struct kvd_admin_call *call, const char *program)
 {
-	pid_t pid = version_start(program);
-	int r = pid < 0 ? (int)pid : version_wait(pid);
+	char *argv[] = {(char *)(uintptr_t)program, "--version", NULL};
+	char said[SAID_BYTES];
 
-	if (r)
-		return kvd_admin_fail(
-			call, -ENOEXEC, "upgrade: \"%.150s --version\": %s", program,
-			r == -ENOEXEC && pid > 0 ? "it does not end well" : strerror(-r));
+	if (!child_run(program, argv, said))
+		return 0;
+	return kvd_admin_fail(call, -ENOEXEC, "upgrade: \"%.100s --version\": %.100s",
+			      program, said);
+}
+
+/* With the arguments of this process, as main() will execute it. */
+static int policy_passes(struct kvd_admin_call *call, const struct kvd_options *opt)
+{
+	char *argv[ARGS_MAX + 2], said[SAID_BYTES], error[KVD_CONFIG_ERROR_BYTES];
+	u32 n;
+
+	for (n = 0; opt->argv[n] && n < ARGS_MAX; n++)
+		argv[n] = opt->argv[n];
+	if (opt->argv[n])
+		return kvd_admin_fail(call, -E2BIG, "upgrade: more than %u arguments",
+				      ARGS_MAX);
+	argv[n++] = "--check-policy";
+	argv[n] = NULL;
+	if (child_run(opt->program, argv, said))
+		return kvd_admin_fail(call, -ENOEXEC, "upgrade: it would not start: %s",
+				      said);
+	if (kvd_try_next(call->kvd, error))
+		return kvd_admin_fail(call, -ENOEXEC,
+				      "upgrade: it would not start: %.200s", error);
 	return 0;
 }
 
@@ -84,6 +145,8 @@ int kvd_admin_upgrade(struct kvd_admin_call *call)
 				      "upgrade: started without a keeper");
 	if (kvd->opt.program && !KV_MUTANT(upgrade_untried)) {
 		r = program_runs(call, kvd->opt.program);
+		if (!r && !KV_MUTANT(upgrade_policy_untried))
+			r = policy_passes(call, &kvd->opt);
 		if (r)
 			return r;
 	}

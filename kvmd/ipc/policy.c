@@ -98,10 +98,23 @@ static struct kvd_limits limits_of(const struct kvd *kvd,
 	};
 }
 
+/* Pages that there would be room for under a policy: its size of the memory may be another one than
+ * that of the policy in force. 0: not known before the next start. */
+static u64 capacity_under(const struct kvd *kvd, const struct kvd_config *config)
+{
+	bool host = kvd->memory.kind == KV_BACKEND_HOST;
+	u64 want = host ? config->host_bytes : config->gpu_bytes;
+	u64 have = host ? kvd->config.host_bytes : kvd->config.gpu_bytes;
+	u64 used = host ? kvd->opt.host_bytes : kvd->opt.gpu_bytes;
+
+	/* another one in use: the command line goes before */
+	return want == have || used != have ? kvd->core.mm.limits.capacity_bytes : want;
+}
+
 /* What the file alone cannot tell: sums against this host, tenants that change domain. */
 static int policy_check(struct kvd *kvd, const struct kvd_config *config, char *error)
 {
-	u64 sum = 0, capacity = kvd->core.mm.limits.capacity_bytes;
+	u64 sum = 0, capacity = capacity_under(kvd, config);
 	u32 t;
 
 	for (t = 0; t < config->nr_tenants; t++) {

@@ -151,27 +151,45 @@ static void say(const struct kvd *kvd)
  * All of the pool is allocated at once, so that a lack of memory is an error now and not a
  * SIGBUS later (case O33); more than there is would end in the OOM killer.
  */
-int kvd_tiering_pool(struct kvd *kvd, const struct kvd_config *config, char *error)
+static u64 dram_most(void)
 {
 	u64 have = (u64)sysconf(_SC_PHYS_PAGES) * (u64)sysconf(_SC_PAGESIZE);
+
+	return have / 100 * DRAM_SHARE;
+}
+
+static int dram_fails(u64 want, int r, char *error)
+{
+	snprintf(error, KVD_CONFIG_ERROR_BYTES,
+		 "tiers.dram.size: %llu: %s (%u %% of this host's memory are %llu)",
+		 (unsigned long long)want, strerror(-r), DRAM_SHARE,
+		 (unsigned long long)dram_most());
+	return r;
+}
+
+int kvd_tiering_fits(const struct kvd_config *config, char *error)
+{
+	u64 want = config->tiers.dram_bytes;
+
+	return want <= dram_most() ? 0 : dram_fails(want, -ENOMEM, error);
+}
+
+int kvd_tiering_pool(struct kvd *kvd, const struct kvd_config *config, char *error)
+{
 	u64 want = config->tiers.dram_bytes;
 	bool later = kvd->kept.found && want > KVD_FILL_AT_ONCE;
-	int r = -ENOMEM;
+	int r;
 
 	if (KV_MUTANT(fill_at_restart))
 		later = false;
 	kvd_filling_take(kvd);
-	if (want <= have / 100 * DRAM_SHARE)
-		r = kvd_moving_open(kvd, want, later);
-	kvd->tiering.filling.wanted = !r && later;
-	if (r && want)
-		snprintf(
-			error, KVD_CONFIG_ERROR_BYTES,
-			"tiers.dram.size: %llu: %s (%u %% of this host's memory are %llu)",
-			(unsigned long long)want, strerror(-r), DRAM_SHARE,
-			(unsigned long long)(have / 100 * DRAM_SHARE));
+	r = kvd_tiering_fits(config, error);
 	if (r)
 		return r;
+	r = kvd_moving_open(kvd, want, later);
+	kvd->tiering.filling.wanted = !r && later;
+	if (r)
+		return want ? dram_fails(want, r, error) : r;
 	r = kvd_filling_keep(kvd);
 	if (r)
 		snprintf(error, KVD_CONFIG_ERROR_BYTES, "keeper %s: %s",

@@ -41,6 +41,10 @@ struct kvd_tiering {
 	u64 bad_ns;
 };
 
+/** kvd_tiering_fits() - could this host have the DRAM tier? Return: 0; -ENOMEM, @error names the
+ * field */
+int kvd_tiering_fits(const struct kvd_config *config, char *error);
+
 /** kvd_tiering_pool() - kvd_moving_open() with the DRAM tier's memory, or the promise of it
  * (filling.h). Return: as that; @error names the field */
 int kvd_tiering_pool(struct kvd *kvd, const struct kvd_config *config, char *error);

@@ -14,41 +14,74 @@ static void file_write(const char *path, const char *text)
 	fclose(f);
 }
 
+static char dir[] = "/tmp/kvmd-upgrade-XXXXXX", program[64], policy[64], copy_it[1400];
+static char *built;
+
+/* A copy of kvmd that can be exchanged, and a place for a policy. */
+static void program_place(void)
+{
+	char from[1200];
+
+	built = getenv("KV_BUILD");
+	KVT_EXPECT(mkdtemp(dir));
+	ipc_build_path("kvmd", from, sizeof(from));
+	snprintf(program, sizeof(program), "%s/kvmd", dir);
+	snprintf(policy, sizeof(policy), "%s/kvmd.json", dir);
+	snprintf(copy_it, sizeof(copy_it), "cp -f %s %s", from, program);
+	KVT_EXPECT_EQ(system(copy_it), 0);
+	setenv("KV_BUILD", dir, 1);
+}
+
+static void program_remove(void)
+{
+	built ? setenv("KV_BUILD", built, 1) : unsetenv("KV_BUILD");
+	unlink(program);
+	unlink(policy);
+	rmdir(dir);
+}
+
+static void expect_answer(const char *request, const char *part)
+{
+	char *answer = ipc_admin(&kvmd, request);
+
+	KVT_EXPECT_HAS(answer, part);
+	free(answer);
+}
+
+/* With and without a dry run it is refused for this reason, and kvmd serves on. */
+static void expect_refused(const char *why)
+{
+	expect_answer("{\"op\":\"upgrade\",\"dry_run\":true}", why);
+	expect_answer("{\"op\":\"upgrade\"}", why);
+	usleep(50000);
+	expect_answer("{\"op\":\"upgrade\"}", "\"ok\":false");
+	KVT_EXPECT_EQ(waitpid(kvmd.pid, NULL, WNOHANG), 0);
+	KVT_EXPECT(!log_has("adopted"));
+}
+
 /* A file that does not run in place of the program: kvmd stays, and says so. @children_ignored:
  * as a launcher leaves it that does not care for its children. */
 static void refused(bool children_ignored)
 {
-	char from[1200], dir[] = "/tmp/kvmd-upgrade-XXXXXX", path[64], command[1400];
-	const char *built = getenv("KV_BUILD");
 	static const char *const junk[] = {"", "#!/bin/sh\nexit 3\n", "no program"};
-	char *answer;
 
-	KVT_EXPECT(mkdtemp(dir));
-	ipc_build_path("kvmd", from, sizeof(from));
-	snprintf(path, sizeof(path), "%s/kvmd", dir);
-	snprintf(command, sizeof(command), "cp %s %s", from, path);
-	KVT_EXPECT_EQ(system(command), 0);
-	setenv("KV_BUILD", dir, 1);
+	program_place();
 	signal(SIGCHLD, children_ignored ? SIG_IGN : SIG_DFL);
 	start();
 	signal(SIGCHLD, SIG_DFL);
 	for (u32 i = 0; i <= KV_ARRAY_SIZE(junk); i++) {
 		if (i < KV_ARRAY_SIZE(junk))
-			file_write(path, junk[i]);
+			file_write(program, junk[i]);
 		else
-			unlink(path);
-		answer = ipc_admin(&kvmd, "{\"op\":\"upgrade\"}");
-		KVT_EXPECT_HAS(answer, "--version");
-		free(answer);
+			unlink(program);
+		expect_answer("{\"op\":\"upgrade\"}", "--version");
 	}
 	KVT_EXPECT_EQ(waitpid(kvmd.pid, NULL, WNOHANG), 0);
-	KVT_EXPECT_EQ(system(command), 0);
+	KVT_EXPECT_EQ(system(copy_it), 0);
 	free(ipc_admin(&kvmd, "{\"op\":\"upgrade\"}"));
 	usleep(300000);
 	ipc_stop(&kvmd);
-	built ? setenv("KV_BUILD", built, 1) : unsetenv("KV_BUILD");
-	unlink(path);
-	rmdir(dir);
+	program_remove();
 }
 
 KVT_TEST(upgrade_to_what_does_not_run_is_refused)
@@ -59,6 +92,130 @@ KVT_TEST(upgrade_to_what_does_not_run_is_refused)
 KVT_TEST(upgrade_is_tried_also_where_children_are_ignored)
 {
 	refused(true);
+}
+
+/* ----------------------------------------------------------- it runs, and would not start */
+
+#define TENANTS \
+	"\"tenants\": [{\"name\": \"red\", \"uids\": [0], \"gpus\": [{\"gpu\": \"*\", \"max\": "
+
+static void start_with_policy(void)
+{
+	const char *args[] = {"--keeper", "--backend", "host", "--config", policy, NULL};
+	char error[512];
+
+	file_write(policy, "{\"host_bytes\": \"64MiB\", " TENANTS "\"32MiB\"}]}]}");
+	if (eng_private_kvmd_start(args, &kvmd, error, sizeof(error)))
+		KVT_FAIL("%s", error);
+}
+
+/* The file was changed since kvmd read it; what is wrong with it is said with its place. */
+KVT_TEST(upgrade_with_a_policy_that_is_refused)
+{
+	static const struct {
+		const char *text, *why;
+	} bad[] = {
+		{"{\n\"tenants\": [,]}", "line 2"},
+		{"{\"tenants\": [], \"no_such\": 1}", "no_such"},
+		{"{" TENANTS "\"lots\"}]}]}", "tenants[0].gpus[0].max"},
+		{"{" TENANTS
+		 "\"1GiB\"}]}], \"tiers\": {\"dram\": {\"size\": \"999TiB\"}}}",
+		 "tiers.dram.size"},
+		/* what only the one that serves can know */
+		{"{\"host_bytes\": \"64MiB\", " TENANTS
+		 "\"1GiB\", \"min\": \"128MiB\"}]}]}",
+		 "min add up to"},
+		{"{\"host_bytes\": \"32MiB\", " TENANTS
+		 "\"1GiB\", \"min\": \"48MiB\"}]}]}",
+		 "min add up to"},
+		{"{" TENANTS "\"1GiB\"}]}], \"domains\": [{\"name\": \"other\", "
+		 "\"tenants\": [\"red\"]}]}",
+		 "cannot move"},
+	};
+
+	program_place();
+	start_with_policy();
+	for (u32 i = 0; i < KV_ARRAY_SIZE(bad); i++) {
+		file_write(policy, bad[i].text);
+		expect_refused(bad[i].why);
+	}
+	unlink(policy);
+	expect_refused("No such file");
+	/* a larger host, and a min that fits there */
+	file_write(policy, "{\"host_bytes\": \"256MiB\", " TENANTS
+			   "\"1GiB\", \"min\": \"128MiB\"}]}]}");
+	expect_answer("{\"op\":\"upgrade\",\"dry_run\":true}", "\"ok\":true");
+	expect_answer("{\"op\":\"upgrade\"}", "\"ok\":true");
+	expect_within(log_has("adopted"), 2000);
+	expect_answer("{\"op\":\"status\"}", "\"capacity_bytes\":268435456");
+	ipc_stop(&kvmd);
+	program_remove();
+}
+
+/* Another program: it says its version, but takes no option of these, or never ends. */
+KVT_TEST(upgrade_to_what_refuses_the_options)
+{
+	static const char refuses[] =
+		"#!/bin/sh\n[ \"$1\" = --version ] && exit 0\n"
+		"echo \"kvmd: unrecognized option '$6'\" >&2\nexit 2\n";
+	static const char silent[] = "#!/bin/sh\n[ \"$1\" = --version ]\n";
+	static const char hangs[] = "#!/bin/sh\n[ \"$1\" = --version ] && exit 0\n"
+				    "exec sleep 60\n";
+	static const char floods[] = "#!/bin/sh\n[ \"$1\" = --version ] && exit 0\n"
+				     "exec cat /dev/zero\n";
+
+	program_place();
+	start_with_policy();
+	file_write(program, refuses);
+	expect_refused("unrecognized option '--backend'");
+	file_write(program, silent);
+	expect_refused("does not end well");
+	file_write(program, hangs);
+	expect_answer("{\"op\":\"upgrade\"}", "within 2 s");
+	file_write(program, floods);
+	expect_answer("{\"op\":\"upgrade\"}", "within 2 s");
+	unlink(program);
+	KVT_EXPECT_EQ(system(copy_it), 0);
+	expect_answer("{\"op\":\"upgrade\"}", "\"ok\":true");
+	expect_within(log_has("adopted"), 2000);
+	ipc_stop(&kvmd);
+	program_remove();
+}
+
+static int check_policy(const char *arg)
+{
+	char path[1200];
+	pid_t pid;
+
+	ipc_build_path("kvmd", path, sizeof(path));
+	pid = fork();
+	if (!pid) {
+		int null = open("/dev/null", O_WRONLY);
+
+		dup2(null, 2);
+		execl(path, path, "--config", policy, "--state-dir", "/nonexistent/state",
+		      "--check-policy", arg, NULL);
+		_exit(127);
+	}
+	return ipc_wait(pid);
+}
+
+/* By hand, without a kvmd: it opens and makes nothing. */
+KVT_TEST(policy_is_checked_without_a_start)
+{
+	program_place();
+	file_write(policy, "{" TENANTS "\"1GiB\"}]}]}");
+	KVT_EXPECT_EQ(check_policy(NULL), 0);
+	KVT_EXPECT_EQ(check_policy("--backend=cuda-legacy"), 0);
+	KVT_EXPECT_EQ(check_policy("--no-such-option"), 2);
+	KVT_EXPECT_EQ(check_policy("--faults=no_such_point"), 1);
+	file_write(policy, "{" TENANTS "\"1GiB\"}]}, {\"name\": \"blue\", \"uids\": [1], "
+			   "\"gpus\": []}]}");
+	KVT_EXPECT_EQ(check_policy(NULL), 0);
+	KVT_EXPECT_EQ(check_policy("--backend=cuda-legacy"), 1); /* two domains */
+	file_write(policy, "{" TENANTS "1}");
+	KVT_EXPECT_EQ(check_policy(NULL), 1);
+	program_remove();
 }
 
 KVT_MAIN()
