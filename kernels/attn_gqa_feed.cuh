@@ -80,7 +80,7 @@ struct gqa_role {
 	bool idle;	/* left over */
 };
 
-/* @half: a piece takes two warps, half the tokens each (few pieces, up to 16 rows) */
+/* @half: a piece takes two warps, half the tokens each (steps of few units, up to 16 rows) */
 KVK_DEV struct gqa_role role_of(const struct attn_params &p, uint32_t warp, bool half)
 {
 	uint32_t rows = p.q_len_max * p.group;

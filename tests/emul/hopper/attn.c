@@ -120,6 +120,16 @@ KVT_TEST(hopper_attn_many_parts)
 	cut(&s[2], 64 * 23 - 1, 23, 1, 0, 0);
 }
 
+/* One CTA has 1 to 26 pieces: a warp each, or two for the last ones (whole_pieces()). */
+KVT_TEST(hopper_attn_any_number_of_pieces)
+{
+	static const struct shape s = GQA(E4M3, TOKEN, 12, 1, 128);
+	static const u32 pieces[] = {1, 4, 8, 9, 16, 17, 24, 25, 26};
+
+	for (u32 i = 0; i < KV_ARRAY_SIZE(pieces); i++)
+		cut(&s, 64 * pieces[i] - kvt_rand_below(64), 1, 1, 0, 0);
+}
+
 /* CTAs that begin when the others' patience is over: those leave them their slices. */
 KVT_TEST(hopper_attn_late_ctas_merge_what_the_others_left)
 {
