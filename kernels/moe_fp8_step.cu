@@ -60,6 +60,30 @@ static uint32_t f8s_blocks(const struct kvk_moe_args *a, uint32_t log_rows)
 	return log_rows ? 1 : two < F8S_WARPS ? two : F8S_WARPS;
 }
 
+/* May units, of which there are @units, be twice as long, with no CTA having more to do? */
+static bool f8s_two(uint32_t units)
+{
+	const uint32_t sms = moe_sms();
+
+	return sms && 2 * ((units / 2 + sms - 1) / sms) <= (units + sms - 1) / sms;
+}
+
+/* log2 of the turns of FIRST and SECOND units. SECOND units of many stages must be two rounds of the CTAs
+ * at least. Return: are there two of any? */
+static bool f8s_turns(const struct kvk_moe_args *a, uint32_t log_rows, uint32_t *ret_log)
+{
+	const struct kvk_experts *e = &a->experts;
+	const uint32_t first = a->nr_tokens * a->top_k * (e->inter / 16);
+	const uint32_t second = a->nr_tokens * (e->hidden / 32 >> log_rows);
+	const bool one_stage = a->top_k * (e->inter / 128) << log_rows <= F8S_WARPS;
+
+	/* row tiles of a unit have the scale of 128 rows in common */
+	ret_log[1] = log_rows < 2 && f8s_two(second) &&
+		     (one_stage || second / 2 >= moe_sms());
+	ret_log[0] = ret_log[1] && f8s_two(first);
+	return ret_log[1];
+}
+
 int moe_fp8_step_launch(const struct kvk_moe_args *a, void *stream)
 {
 	const struct kvk_experts *e = &a->experts;
@@ -67,6 +91,7 @@ int moe_fp8_step_launch(const struct kvk_moe_args *a, void *stream)
 	const int owner = moe_owner(&owners, a->workspace);
 	struct f8s_args k = {};
 	void *state, *packets;
+	bool two;
 	int r;
 
 	if (owner < 0)
@@ -76,6 +101,7 @@ int moe_fp8_step_launch(const struct kvk_moe_args *a, void *stream)
 		return -EIO;
 	k.log_rows = f8s_log_rows(a);
 	k.w2_blocks = f8s_blocks(a, k.log_rows);
+	two = f8s_turns(a, k.log_rows, k.log_turns);
 	r = f8s_map(&k.w13, e->w13, (uint64_t)e->nr_experts * 2 * e->inter, e->hidden, 16,
 		    F8S_WARPS);
 	if (!r)
@@ -97,9 +123,9 @@ int moe_fp8_step_launch(const struct kvk_moe_args *a, void *stream)
 	k.top_k = a->top_k;
 	k.nr_experts = e->nr_experts;
 	k.by_columns = 65535 / (e->inter / 128) + 1;
-	k.by_tiles = 0xffffffffu / (e->inter / 16) + 1;
+	k.by_tiles = 0xffffffffu / (e->inter / 16 >> k.log_turns[0]) + 1;
 	k.by_tokens = a->nr_tokens > 1 ? 0xffffffffu / a->nr_tokens + 1 : 0;
 	k.any_tag = KV_MUTANT(moe_fp8_step_any_tag);
-	return moe_start(f8s_kernel, dim3(moe_sms()), F8S_THREADS, F8S_DYNAMIC, &k,
+	return moe_start(two ? f8s_kernel<true> : f8s_kernel<false>, dim3(moe_sms()), F8S_THREADS, F8S_DYNAMIC, &k,
 			 stream);
 }

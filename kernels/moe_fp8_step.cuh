@@ -6,9 +6,14 @@
  *
  * Units are claimed in order from one counter:
  *
- *	FIRST	(token tile, 16 columns) of h = silu(W1 x) * (W3 x)
+ *	FIRST	(token tile, 16 or 32 columns) of h = silu(W1 x) * (W3 x)
  *	SECOND	(row tiles, token) of y, all experts of the token, so that nothing is left to add
  *		up between CTAs
+ *
+ * TWO: a unit of twice the rows is read in two turns a column block, so that a warp rounds and asks for its
+ * tokens once for both, and all meet once for both: consumers are then no longer what a stage waits for.
+ * But a unit is twice as long, so this is for steps whose units go up evenly in the CTAs
+ * (moe_fp8_step.cu).
  *
  * A CTA is sixteen consumer warps, each with a brick (32 rows, 128 columns: 16 gate and 16 up rows
  * of W13, or 32 of W2) of a stage of sixteen, and a feeding warp that sorts the slots and runs
@@ -38,8 +43,8 @@
 
 #define F8S_WARPS      16u  /* consumers */
 #define F8S_THREADS    640u /* a feeding warp, and three that only give up registers */
-#define F8S_REGS_USE   104
-#define F8S_REGS_FEED  56
+#define F8S_REGS_USE(TWO)  ((TWO) ? 112 : 104)
+#define F8S_REGS_FEED(TWO) ((TWO) ? 32 : 56)
 #define F8S_STAGES     3u
 #define F8S_BRICK      4096u
 #define F8S_STAGE      (F8S_WARPS * F8S_BRICK)
@@ -49,11 +54,13 @@
 #define F8S_HALF       4u   /* tokens whose codes are in a warp's slot at once */
 #define F8S_ROW	       192u /* bytes between them there: different banks */
 #define F8S_SLOT       (F8S_HALF * F8S_ROW + 4 * F8S_HALF)
+#define F8S_APART      (F8S_TOKENS / 2) /* tokens between two turns' sums */
 #define F8S_TOKEN_SUMS 36u /* floats; lanes of a quarter hit different banks */
 #define F8S_WARP_SUMS  (F8S_TOKENS * F8S_TOKEN_SUMS)
 #define F8S_DYNAMIC    (F8S_STAGES * F8S_STAGE + 1024u)
 
-static_assert((F8S_REGS_USE - 96) * 512 <= (96 - F8S_REGS_FEED) * 128,
+static_assert((F8S_REGS_USE(true) - 96) * 512 <= (96 - F8S_REGS_FEED(true)) * 128 &&
+		      (F8S_REGS_USE(false) - 96) * 512 <= (96 - F8S_REGS_FEED(false)) * 128,
 	      "the CTA's register pool is 96 per thread");
 
 /* struct f8s_args - a launch's kernel parameters; pointers are device memory */
@@ -75,8 +82,9 @@ struct f8s_args {
 	uint32_t nr_experts;
 	uint32_t w2_blocks;  /* blocks of columns that a copy brings */
 	uint32_t log_rows;   /* row tiles of a SECOND unit: 2^log_rows fill a stage */
+	uint32_t log_turns[2]; /* TWO: stages of a column block, of FIRST and SECOND */
 	uint32_t by_columns; /* 65536 / (inter / 128), rounded up */
-	uint32_t by_tiles; /* 2^32 / (inter / 16) and / nr_tokens, rounded up; 0: of 1 */
+	uint32_t by_tiles; /* 2^32 / FIRST units of a tile and / nr_tokens, rounded up; 0: of 1 */
 	uint32_t by_tokens;
 	uint32_t any_tag; /* mutant: take what is there */
 };
@@ -97,8 +105,9 @@ struct f8s_shared {
 	uint32_t tag;
 	uint32_t expert[F8S_SLOTS]; /* of a tile */
 	uint32_t id[F8S_SLOTS];	    /* of a slot, as it came */
-	/* of a tile; F8S_NONE: none */
-	alignas(8) uint8_t slots[F8S_SLOTS][F8S_TOKENS];
+	/* of a tile: slots, and their tokens; F8S_NONE: none */
+	uint8_t slots[F8S_SLOTS][F8S_TOKENS];
+	alignas(8) uint8_t tokens[F8S_SLOTS][F8S_TOKENS];
 	float sums[F8S_WARPS * F8S_WARP_SUMS];
 	alignas(16) uint8_t x[F8S_WARPS][F8S_SLOT];
 };
@@ -178,7 +187,7 @@ __device__ __forceinline__ uint32_t f8s_plan(const struct f8s_args &a,
 		expert[i] = s < n ? __ldcg(&a.ids[s]) : ~0u;
 		sh.id[s] = expert[i];
 		expert[i] = min(expert[i], a.nr_experts - 1);
-		*(uint64_t *)sh.slots[s] = ~0ull;
+		*(uint64_t *)sh.tokens[s] = ~0ull;
 	}
 	__syncwarp();
 #pragma unroll
@@ -205,6 +214,7 @@ __device__ __forceinline__ uint32_t f8s_plan(const struct f8s_args &a,
 					       ? heads[w] & ((1u << r[i].head % 32) - 1)
 					       : 0);
 		sh.slots[tile][r[i].rank % F8S_TOKENS] = (uint8_t)s;
+		sh.tokens[tile][r[i].rank % F8S_TOKENS] = (uint8_t)(s / a.top_k);
 		sh.expert[tile] = expert[i];
 	}
 	__syncwarp();
@@ -214,15 +224,25 @@ __device__ __forceinline__ uint32_t f8s_plan(const struct f8s_args &a,
 	return nr;
 }
 
+/* log2 of the stages of a column block. */
+template <bool TWO>
+__device__ __forceinline__ uint32_t f8s_log_turns(const struct f8s_args &a,
+						  uint32_t type)
+{
+	return TWO ? a.log_turns[type == F8S_SECOND] : 0;
+}
+
+template <bool TWO>
 __device__ __forceinline__ struct f8s_unit f8s_decode(const struct f8s_args &a,
 						      uint32_t nr_tiles, uint32_t c)
 {
-	const uint32_t per = a.inter / 16, nr_first = nr_tiles * per;
+	const uint32_t log = f8s_log_turns<TWO>(a, F8S_FIRST);
+	const uint32_t per = a.inter / 16 >> log, nr_first = nr_tiles * per;
 	struct f8s_unit u = {F8S_FIRST, 0, 0, 0};
 
 	if (c < nr_first) {
 		u.tile = __umulhi(c, a.by_tiles);
-		u.row = c - u.tile * per;
+		u.row = (c - u.tile * per) << log;
 		u.nr = a.hidden / 128;
 		return u;
 	}
@@ -231,7 +251,7 @@ __device__ __forceinline__ struct f8s_unit f8s_decode(const struct f8s_args &a,
 	c -= nr_first;
 	u.row = a.by_tokens ? __umulhi(c, a.by_tokens) : c;
 	u.tile = c - u.row * a.nr_tokens;
-	u.row <<= a.log_rows;
+	u.row <<= a.log_rows + f8s_log_turns<TWO>(a, F8S_SECOND);
 	u.type = u.row < a.hidden / 32 ? F8S_SECOND : F8S_END;
 	if (u.type == F8S_SECOND)
 		u.nr = (a.top_k * (a.inter / 128)) << a.log_rows;
@@ -260,6 +280,7 @@ __device__ __forceinline__ void f8s_prefetch(const float *at, uint32_t n, uint32
 
 /* The scales of a unit's blocks to L2, before its weights are asked for; a warp. Consumers ask for
  * each brick's a turn ahead, and would get it behind all weights that are under way. */
+template <bool TWO>
 __device__ __forceinline__ void f8s_scales(const struct f8s_args &a,
 					   const struct f8s_shared &sh,
 					   const struct f8s_unit &u)
@@ -282,7 +303,8 @@ __device__ __forceinline__ void f8s_scales(const struct f8s_args &a,
 	for (uint32_t s = lane; s < a.top_k; s += 32) {
 		const uint64_t expert =
 			min(sh.id[u.tile * a.top_k + s], a.nr_experts - 1);
-		const uint32_t last = u.row + (1u << a.log_rows) - 1;
+		const uint32_t log = a.log_rows + f8s_log_turns<TWO>(a, F8S_SECOND);
+		const uint32_t last = u.row + (1u << log) - 1;
 
 		for (uint32_t b = u.row / 4; b <= min(last / 4, x_blocks - 1); b++) {
 			const float *at = a.s2 + (expert * x_blocks + b) * h_blocks;
@@ -305,52 +327,67 @@ __device__ __forceinline__ uint32_t f8s_stage(struct f8s_shared &sh,
 }
 
 /* All bricks of a unit; one lane. */
+template <bool TWO>
 __device__ __forceinline__ void f8s_stream_first(const struct f8s_args &a,
 						 struct f8s_shared &sh,
 						 const struct f8s_unit &u,
 						 struct f8s_ring &r)
 {
 	const uint32_t gate = sh.expert[u.tile] * 2 * a.inter + u.row * 16;
+	const uint32_t turns = 1u << f8s_log_turns<TWO>(a, F8S_FIRST);
 
-	for (uint32_t at = 0; at < u.nr; at += F8S_WARPS, f8s_next(r)) {
-		/* bricks behind the last one come as zeros */
-		const uint32_t bar = f8s_stage(sh, r, F8S_STAGE);
-		const uint32_t dst = r.base + r.stage * F8S_STAGE;
+	for (uint32_t at = 0; at < u.nr; at += F8S_WARPS) {
+		for (uint32_t turn = 0; turn < turns; turn++, f8s_next(r)) {
+			/* bricks behind the last one come as zeros */
+			const uint32_t bar = f8s_stage(sh, r, F8S_STAGE);
+			const uint32_t dst = r.base + r.stage * F8S_STAGE;
+			const uint32_t row = gate + turn * 16;
 
-		tma_load_4d(dst, &a.w13, bar, 0, (int)gate, (int)at, 0);
-		tma_load_4d(dst + F8S_STAGE / 2, &a.w13, bar, 0, (int)(gate + a.inter),
-			    (int)at, 0);
+			tma_load_4d(dst, &a.w13, bar, 0, (int)row, (int)at, 0);
+			tma_load_4d(dst + F8S_STAGE / 2, &a.w13, bar, 0,
+				    (int)(row + a.inter), (int)at, 0);
+		}
 	}
 }
 
-/* Of a last unit some row tiles may not be there. */
+/* Bricks @at .. of row tiles @row0 .. of SECOND unit @u: a stage. Of a last unit some row tiles may not
+ * be there. */
+__device__ __forceinline__ void f8s_stream_rows(const struct f8s_args &a,
+						struct f8s_shared &sh,
+						const struct f8s_unit &u, uint32_t at,
+						uint32_t row0, const struct f8s_ring &r)
+{
+	const uint32_t rows = 1u << a.log_rows, n = min(F8S_WARPS, u.nr - at);
+	const uint32_t there = min(rows, a.hidden / 32 - min(row0, a.hidden / 32));
+	const uint32_t *ids = sh.id + u.tile * a.top_k;
+	const uint32_t bar = f8s_stage(sh, r, (n >> a.log_rows) * there * F8S_BRICK);
+	const uint32_t dst = r.base + r.stage * F8S_STAGE;
+
+	for (uint32_t j = 0; j < n; j += a.w2_blocks) {
+		const uint32_t row = j & (rows - 1);
+		uint32_t s, k;
+
+		if (row >= there)
+			continue;
+		f8s_column(a, (at + j) >> a.log_rows, s, k);
+		tma_load_4d(dst + j * F8S_BRICK, &a.w2, bar, 0,
+			    (int)(min(ids[s], a.nr_experts - 1) * a.hidden +
+				  (row0 + row) * 32),
+			    (int)k, 0);
+	}
+}
+
+template <bool TWO>
 __device__ __forceinline__ void f8s_stream_second(const struct f8s_args &a,
 						  struct f8s_shared &sh,
 						  const struct f8s_unit &u,
 						  struct f8s_ring &r)
 {
-	const uint32_t rows = 1u << a.log_rows, there = min(rows, a.hidden / 32 - u.row);
-	const uint32_t *ids = sh.id + u.tile * a.top_k;
+	const uint32_t turns = 1u << f8s_log_turns<TWO>(a, F8S_SECOND);
 
-	for (uint32_t at = 0; at < u.nr; at += F8S_WARPS, f8s_next(r)) {
-		const uint32_t n = min(F8S_WARPS, u.nr - at);
-		const uint32_t bar =
-			f8s_stage(sh, r, (n >> a.log_rows) * there * F8S_BRICK);
-		const uint32_t dst = r.base + r.stage * F8S_STAGE;
-
-		for (uint32_t j = 0; j < n; j += a.w2_blocks) {
-			const uint32_t row = j & (rows - 1);
-			uint32_t s, k;
-
-			if (row >= there)
-				continue;
-			f8s_column(a, (at + j) >> a.log_rows, s, k);
-			tma_load_4d(dst + j * F8S_BRICK, &a.w2, bar, 0,
-				    (int)(min(ids[s], a.nr_experts - 1) * a.hidden +
-					  (u.row + row) * 32),
-				    (int)k, 0);
-		}
-	}
+	for (uint32_t at = 0; at < u.nr; at += F8S_WARPS)
+		for (uint32_t turn = 0; turn < turns; turn++, f8s_next(r))
+			f8s_stream_rows(a, sh, u, at, u.row + (turn << a.log_rows), r);
 }
 
 /* The last CTA leaves the counters at zero and counts the call. When tags begin anew, old
@@ -380,13 +417,14 @@ __device__ __forceinline__ void f8s_leave(const struct f8s_args &a, struct f8s_s
 }
 
 /* Claims units, hands them on, streams their weights. A CTA's first one is its own number. */
+template <bool TWO>
 __device__ __forceinline__ void f8s_feed(const struct f8s_args &a, struct f8s_shared &sh,
 					 struct f8s_ring r)
 {
 	const uint32_t lane = threadIdx.x % 32;
 	const uint32_t calls = __ldcg(&a.state[2]);
 	const uint32_t nr_tiles = f8s_plan(a, sh);
-	struct f8s_unit u = f8s_decode(a, nr_tiles, blockIdx.x);
+	struct f8s_unit u = f8s_decode<TWO>(a, nr_tiles, blockIdx.x);
 	struct f8s_place p = {};
 	uint32_t c = 0;
 
@@ -401,17 +439,17 @@ __device__ __forceinline__ void f8s_feed(const struct f8s_args &a, struct f8s_sh
 			ptx_mbar_arrive(ptx_smem(&sh.q_full[p.q]));
 		if (u.type == F8S_END)
 			break;
-		f8s_scales(a, sh, u);
+		f8s_scales<TWO>(a, sh, u);
 		if (lane == 0) {
 			/* the claim's round trip hides behind the unit's own weights */
 			c = gridDim.x + atomicAdd(&a.state[0], 1);
 			if (u.type == F8S_FIRST)
-				f8s_stream_first(a, sh, u, r);
+				f8s_stream_first<TWO>(a, sh, u, r);
 			else
-				f8s_stream_second(a, sh, u, r);
+				f8s_stream_second<TWO>(a, sh, u, r);
 		}
 		__syncwarp();
-		u = f8s_decode(a, nr_tiles, __shfl_sync(~0u, c, 0));
+		u = f8s_decode<TWO>(a, nr_tiles, __shfl_sync(~0u, c, 0));
 	}
 	f8s_leave(a, sh, calls, p);
 }

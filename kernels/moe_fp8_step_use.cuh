@@ -16,15 +16,15 @@
 #include "quant.cuh"
 
 /* struct f8s_work - a warp's place: brick @j of unit @u, which has @n tokens. FIRST: @raw are four
- * columns of each of four tokens, @slots those of the tile. SECOND: two packets each, @from where
- * they are, @weight of their slot. @scale: of the brick's blocks */
+ * columns of each of four of @tokens, @from the scales of the unit's gate rows. SECOND: two packets
+ * each, @from where they are. @scale: of the brick's blocks; the second one of SECOND is the slot's
+ * weight. There is no register to spare: one that is spilled is waited for as it comes. */
 struct f8s_work {
 	struct f8s_unit u;
 	uint32_t j, n;
-	uint64_t slots;
+	uint64_t tokens;
 	uint4 raw[2];
-	const uint4 *from;
-	float weight;
+	const void *from;
 	float scale[2];
 };
 
@@ -36,17 +36,20 @@ struct f8s_tokens {
 };
 
 /* The next unit, as soon as the feeding warp has it. */
-__device__ __forceinline__ void f8s_take(struct f8s_shared &sh, struct f8s_place &p,
-					 struct f8s_work &w)
+__device__ __forceinline__ void f8s_take(const struct f8s_args &a, struct f8s_shared &sh,
+					 struct f8s_place &p, struct f8s_work &w)
 {
 	ptx_mbar_wait(ptx_smem(&sh.q_full[p.q]), p.phase);
 	w.u = sh.unit[p.q];
 	w.j = threadIdx.x / 32;
 	w.n = 1;
 	if (w.u.type == F8S_FIRST) {
-		w.slots = *(const uint64_t *)sh.slots[w.u.tile];
-		/* a tile's slots are its first ones; F8S_NONE has the highest bit, no slot has */
-		w.n = 8 - __popcll(w.slots & 0x8080808080808080ull);
+		const uint64_t gate = sh.expert[w.u.tile] * 2;
+
+		w.tokens = *(const uint64_t *)sh.tokens[w.u.tile];
+		/* a tile's are its first ones; F8S_NONE has the highest bit, no token has */
+		w.n = 8 - __popcll(w.tokens & 0x8080808080808080ull);
+		w.from = a.s13 + (gate * (a.inter / 128) + w.u.row / 8) * (a.hidden / 128);
 	}
 	__syncwarp();
 	if (w.u.type == F8S_END) /* not before all is done */
@@ -65,13 +68,12 @@ __device__ __forceinline__ void f8s_ask_x(const struct f8s_args &a,
 
 #pragma unroll
 	for (uint32_t i = 0; i < F8S_HALF; i++) {
-		const uint32_t slot = (uint32_t)(w.slots >> 8 * (from + i)) & 0xffu;
+		const uint32_t token = (uint32_t)(w.tokens >> 8 * (from + i)) & 0xffu;
 
 		if (from + i < w.n)
 			v[i] = __ldcg(
 				(const uint2 *)(a.x +
-						(uint64_t)(slot / a.top_k) * a.hidden +
-						j * 128) +
+						(uint64_t)token * a.hidden + j * 128) +
 				threadIdx.x % 32);
 		else
 			v[i] = make_uint2(0, 0);
@@ -95,11 +97,10 @@ __device__ __forceinline__ void f8s_ask(const struct f8s_args &a,
 		f8s_column(a, w.j >> a.log_rows, s, k);
 		s += w.u.tile * a.top_k;
 		id = sh.id[s];
-		w.from = (const uint4 *)(a.packets + (uint64_t)s * a.inter + k * 128) +
-			 threadIdx.x % 32 * 2;
-		w.raw[0] = step_packets(w.from);
-		w.raw[1] = step_packets(w.from + 1);
-		w.weight = id < a.nr_experts ? __ldcg(&a.weights[s]) : NAN;
+		w.from = a.packets + (uint64_t)s * a.inter + k * 128 + threadIdx.x % 32 * 4;
+		w.raw[0] = step_packets((const uint4 *)w.from);
+		w.raw[1] = step_packets((const uint4 *)w.from + 1);
+		w.scale[1] = id < a.nr_experts ? __ldcg(&a.weights[s]) : NAN;
 		w.scale[0] = __ldg(&a.s2[((uint64_t)min(id, a.nr_experts - 1) * x_blocks +
 					  min(row / 4, x_blocks - 1)) *
 						 h_blocks +
@@ -107,13 +108,8 @@ __device__ __forceinline__ void f8s_ask(const struct f8s_args &a,
 		return;
 	}
 	f8s_ask_x(a, w, w.j, 0, w.raw);
-#pragma unroll
-	for (uint32_t i = 0; i < 2; i++)
-		w.scale[i] =
-			__ldg(&a.s13[((uint64_t)(sh.expert[w.u.tile] * 2 + i) * h_blocks +
-				      w.u.row / 8) *
-					     x_blocks +
-				     w.j]);
+	w.scale[0] = __ldg((const float *)w.from + w.j);
+	w.scale[1] = __ldg((const float *)w.from + w.j + h_blocks * x_blocks);
 }
 
 /* Four columns a lane of a token's 128 to the @i-th row of @slot, as codes; their scale. */
@@ -196,8 +192,8 @@ __device__ __forceinline__ void f8s_round_h(const struct f8s_args &a,
 	float v[4];
 
 	while ((p.y != tag || p.w != tag || q.y != tag || q.w != tag) && !a.any_tag) {
-		p = step_packets(w.from);
-		q = step_packets(w.from + 1);
+		p = step_packets((const uint4 *)w.from);
+		q = step_packets((const uint4 *)w.from + 1);
 	}
 	__syncwarp();
 	v[0] = __uint_as_float(p.x);
@@ -269,23 +265,35 @@ __device__ __forceinline__ void f8s_brick(float (&acc)[2][4], uint32_t brick,
 		acc[i / 4][i % 4] += part[i / 4][i % 4] * (scale[i / 4] * x.scale[i % 2]);
 }
 
-/* All bricks of the unit @w that are the warp's, into acc; @w becomes the next unit. Every warp
- * sees every stage, so it always knows the phase. */
-template <bool SECOND>
-__device__ __forceinline__ void f8s_multiply(float (&acc)[2][4], const struct f8s_args &a,
-					     struct f8s_shared &sh, struct f8s_work &w,
-					     struct f8s_place &p, struct f8s_ring &r)
+/* One loop for both turns' sums: registers cannot be chosen by a number. */
+__device__ __forceinline__ void f8s_swap(float (&x)[2][4], float (&y)[2][4])
+{
+#pragma unroll
+	for (uint32_t i = 0; i < 8; i++) {
+		const float v = x[i / 4][i % 4];
+
+		x[i / 4][i % 4] = y[i / 4][i % 4];
+		y[i / 4][i % 4] = v;
+	}
+}
+
+/* All bricks of the unit @w that are the warp's, into acc, of second turns into @more; @w becomes the
+ * next unit. Every warp sees every stage, so it always knows the phase. */
+template <bool TWO, bool SECOND>
+__device__ __forceinline__ void
+f8s_multiply(float (&acc)[2][4], float (&more)[2][4], const struct f8s_args &a,
+	     struct f8s_shared &sh, struct f8s_work &w, struct f8s_place &p,
+	     struct f8s_ring &r)
 {
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 	const uint32_t slot = ptx_smem(sh.x[warp]), nr = w.u.nr;
+	const bool two = f8s_log_turns<TWO>(a, SECOND ? F8S_SECOND : F8S_FIRST);
 
 #pragma unroll
 	for (uint32_t i = 0; i < 8; i++)
-		acc[i / 4][i % 4] = 0.0f;
+		acc[i / 4][i % 4] = more[i / 4][i % 4] = 0.0f;
 #pragma unroll 1
-	for (uint32_t at = 0; at < nr; at += F8S_WARPS, f8s_next(r)) {
-		const uint32_t brick = r.base + r.stage * F8S_STAGE +
-				       warp * (SECOND ? F8S_BRICK : F8S_BRICK / 2);
+	for (uint32_t at = 0; at < nr; at += F8S_WARPS) {
 		const bool mine = at + warp < nr;
 		struct f8s_tokens x = {};
 		float scale[2] = {};
@@ -295,20 +303,30 @@ __device__ __forceinline__ void f8s_multiply(float (&acc)[2][4], const struct f8
 				f8s_round_h(a, sh, w, slot, x);
 			else
 				f8s_round_x(a, w, slot, x);
-			scale[0] = SECOND ? w.scale[0] * w.weight : w.scale[0];
+			scale[0] = SECOND ? w.scale[0] * w.scale[1] : w.scale[0];
 			scale[1] = SECOND ? scale[0] : w.scale[1];
 		}
 		w.j += F8S_WARPS;
 		if (at + F8S_WARPS >= nr)
-			f8s_take(sh, p, w);
+			f8s_take(a, sh, p, w);
 		f8s_ask(a, sh, w);
-		ptx_mbar_wait(ptx_smem(&sh.full[r.stage]), r.phase);
-		if (mine && !MOE_LOADS_ONLY)
-			f8s_brick(acc, brick, SECOND ? F8S_BRICK / 2 : F8S_STAGE / 2, x,
-				  scale);
-		__syncwarp();
-		if (lane == 0)
-			ptx_mbar_arrive(ptx_smem(&sh.empty[r.stage]));
+#pragma unroll 1
+		for (uint32_t turn = 0; turn <= two; turn++, f8s_next(r)) {
+			const uint32_t brick =
+				r.base + r.stage * F8S_STAGE +
+				warp * (SECOND ? F8S_BRICK : F8S_BRICK / 2);
+
+			ptx_mbar_wait(ptx_smem(&sh.full[r.stage]), r.phase);
+			if (mine && !MOE_LOADS_ONLY)
+				f8s_brick(acc, brick,
+					  SECOND ? F8S_BRICK / 2 : F8S_STAGE / 2, x,
+					  scale);
+			__syncwarp();
+			if (lane == 0)
+				ptx_mbar_arrive(ptx_smem(&sh.empty[r.stage]));
+			if (two)
+				f8s_swap(acc, more);
+		}
 	}
 }
 
@@ -327,45 +345,67 @@ __device__ __forceinline__ void f8s_put(float *sums, const float (&acc)[2][4], u
 				acc[i / 4][i % 4];
 }
 
-/* h of two tokens, from those @pair begins: 16 columns, a lane each, to their packets. */
-__device__ __forceinline__ void f8s_first_end(const struct f8s_args &a,
-					      const struct f8s_shared &sh,
-					      const struct f8s_unit &u, uint32_t n,
-					      uint32_t pair)
+/* h of two tokens, from those @pair begins: 16 columns from @row on, a lane each, to their packets. */
+__device__ __forceinline__ void
+f8s_first_end(const struct f8s_args &a, const struct f8s_shared &sh, const float *sums,
+	      uint32_t tile, uint32_t row, uint32_t n, uint32_t pair)
 {
 	const uint32_t col = threadIdx.x % 16, tok = pair + threadIdx.x % 32 / 16;
-	const float *sums = sh.sums + (tok < n ? tok : 0) * F8S_TOKEN_SUMS + col;
 	float gate = 0, up = 0;
 
+	sums += (tok < n ? tok : 0) * F8S_TOKEN_SUMS + col;
 #pragma unroll
 	for (uint32_t w = 0; w < F8S_WARPS; w++) {
 		gate += sums[w * F8S_WARP_SUMS];
 		up += sums[w * F8S_WARP_SUMS + 16];
 	}
 	if (tok < n)
-		step_send(a.packets + (uint64_t)sh.slots[u.tile][tok] * a.inter +
-				  u.row * 16 + col,
+		step_send(a.packets + (uint64_t)sh.slots[tile][tok] * a.inter + row * 16 +
+				  col,
 			  __float_as_uint(gate / (1.0f + __expf(-gate)) * up), sh.tag);
 }
 
-/* y of one row tile, a row a lane. */
+/* y of row tile @row, a row a lane; it is the @r-th of its stage. */
 __device__ __forceinline__ void f8s_second_end(const struct f8s_args &a,
 					       const float *sums,
-					       const struct f8s_unit &u, uint32_t r)
+					       const struct f8s_unit &u, uint32_t row,
+					       uint32_t r)
 {
 	const uint32_t lane = threadIdx.x % 32, nr = min(u.nr, F8S_WARPS);
 	float two[2] = {};
 
+	if (row >= a.hidden / 32)
+		return;
 	sums += lane;
 #pragma unroll 8
 	for (uint32_t w = r; w < nr; w += 1u << a.log_rows)
 		two[0] += sums[w * F8S_WARP_SUMS];
 	two[1] = __shfl_down_sync(~0u, two[0], 1);
 	if (lane % 2 == 0)
-		moe_y_put(a.y, (uint64_t)u.tile * a.hidden + (u.row + r) * 32 + lane,
-			  two);
+		moe_y_put(a.y, (uint64_t)u.tile * a.hidden + row * 32 + lane, two);
 }
 
+/* Results of @nr turns from the @from-th on, whose sums lie F8S_APART tokens apart; the @self-th warp's
+ * share, if it has one. */
+__device__ __forceinline__ void f8s_end(const struct f8s_args &a,
+					const struct f8s_shared &sh,
+					const struct f8s_unit &u, uint32_t n,
+					uint32_t from, uint32_t nr, uint32_t self)
+{
+	/* of a turn: pairs of tokens, or row tiles */
+	const uint32_t log = u.type == F8S_SECOND ? a.log_rows : nr > 1 ? 1 : 2;
+	const uint32_t turn = self >> log, i = self & ((1u << log) - 1);
+	const float *sums = sh.sums + turn * F8S_APART * F8S_TOKEN_SUMS;
+
+	if (turn >= nr)
+		return;
+	if (u.type == F8S_SECOND)
+		f8s_second_end(a, sums, u, u.row + ((from + turn) << log) + i, i);
+	else if (2 * i < n)
+		f8s_first_end(a, sh, sums, u.tile, u.row + from + turn, n, 2 * i);
+}
+
+template <bool TWO>
 __device__ __forceinline__ void f8s_use(const struct f8s_args &a, struct f8s_shared &sh,
 					struct f8s_ring r)
 {
@@ -373,28 +413,33 @@ __device__ __forceinline__ void f8s_use(const struct f8s_args &a, struct f8s_sha
 	struct f8s_place p = {};
 	struct f8s_work w = {};
 
-	f8s_take(sh, p, w);
+	f8s_take(a, sh, p, w);
 	f8s_ask(a, sh, w);
-	for (uint32_t turn = 0; w.u.type != F8S_END; turn++) {
+	for (uint32_t round = 0; w.u.type != F8S_END;) {
 		const struct f8s_unit u = w.u;
-		const uint32_t n = w.n, self = (warp + turn) % F8S_WARPS;
-		float acc[2][4];
+		const uint32_t n = w.n, turns = 1u << f8s_log_turns<TWO>(a, u.type);
+		/* turns whose sums there is room for at once */
+		const uint32_t nr = n > F8S_APART ? 1 : turns;
+		float acc[2][4], more[2][4];
 
 		if (u.type == F8S_SECOND)
-			f8s_multiply<true>(acc, a, sh, w, p, r);
+			f8s_multiply<TWO, true>(acc, more, a, sh, w, p, r);
 		else
-			f8s_multiply<false>(acc, a, sh, w, p, r);
-		ptx_mbar_wait(ptx_smem(&sh.sums_free), ~turn & 1);
-		f8s_put(sh.sums, acc, n);
-		ptx_bar_sync(1, F8S_WARPS * 32);
-		if (u.type == F8S_FIRST && 2 * self < n)
-			f8s_first_end(a, sh, u, n, 2 * self);
-		else if (u.type == F8S_SECOND && self < 1u << a.log_rows &&
-			 u.row + self < a.hidden / 32)
-			f8s_second_end(a, sh.sums, u, self);
-		__syncwarp();
-		if (lane == 0)
-			ptx_mbar_arrive(ptx_smem(&sh.sums_free));
+			f8s_multiply<TWO, false>(acc, more, a, sh, w, p, r);
+#pragma unroll 1
+		for (uint32_t from = 0; from < turns; from += nr, round++) {
+			ptx_mbar_wait(ptx_smem(&sh.sums_free), ~round & 1);
+			f8s_put(sh.sums, acc, n);
+			if (TWO)
+				f8s_swap(acc, more);
+			if (nr > 1)
+				f8s_put(sh.sums + F8S_APART * F8S_TOKEN_SUMS, acc, n);
+			ptx_bar_sync(1, F8S_WARPS * 32);
+			f8s_end(a, sh, u, n, from, nr, (warp + round) % F8S_WARPS);
+			__syncwarp();
+			if (lane == 0)
+				ptx_mbar_arrive(ptx_smem(&sh.sums_free));
+		}
 	}
 	__syncwarp();
 	if (lane == 0)
@@ -403,6 +448,7 @@ __device__ __forceinline__ void f8s_use(const struct f8s_args &a, struct f8s_sha
 
 /* ---------------------------------------------------------------------------------- kernel */
 
+template <bool TWO>
 __global__ void __launch_bounds__(F8S_THREADS, 1)
 	f8s_kernel(const __grid_constant__ struct f8s_args a)
 {
@@ -429,12 +475,12 @@ __global__ void __launch_bounds__(F8S_THREADS, 1)
 	ptx_grid_launch();
 	ptx_grid_wait();
 	if (threadIdx.x / 32 < F8S_WARPS) {
-		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(F8S_REGS_USE));
-		f8s_use(a, sh, r);
+		SM90_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(F8S_REGS_USE(TWO)));
+		f8s_use<TWO>(a, sh, r);
 	} else {
-		SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(F8S_REGS_FEED));
+		SM90_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(F8S_REGS_FEED(TWO)));
 		if (threadIdx.x / 32 == F8S_WARPS)
-			f8s_feed(a, sh, r);
+			f8s_feed<TWO>(a, sh, r);
 	}
 }
 
