@@ -139,6 +139,7 @@ static void print_rows(const struct eng_cli *cli, const struct eng_host *h,
 	cJSON_AddStringToObject(o, "schema", "kv-engine-bench/1");
 	cJSON_AddStringToObject(o, "weights", eng_host_weights(h, name, sizeof(name)));
 	cJSON_AddStringToObject(o, "kv", eng_kv_str(cli->kv));
+	cJSON_AddStringToObject(o, "attention", eng_attention_str(cli->attention));
 	list = cJSON_AddArrayToObject(o, "rows");
 	for (u32 i = 0; i < nr; i++) {
 		cJSON *r = cJSON_CreateObject();

@@ -22,6 +22,10 @@ static const char usage[] =
 	"  --model DIR         Hugging Face directory: config.json, *.safetensors, tokenizer.json\n"
 	"  --weights W         bf16 (as stored) | fp8 | int4-g32 | int4-g128 | f32\n"
 	"  --kv F              page format: bf16 (default) | fp8 | fp8_s | f32 (tests)\n"
+	"  --attention A       exact (default) | fast: attention of large decode steps on a GPU takes\n"
+	"                      10 to 26 % less time and is less exact (docs/performance-attn.md),\n"
+	"                      in MLA models with more than 16 heads; elsewhere no difference.\n"
+	"                      Not for eval\n"
 	"  --socket PATH       kvmd's socket. run, eval and bench start a private kvmd without it;\n"
 	"                      serve takes $KVMD_SOCKET or the default\n"
 	"  --device D          auto (default: a GPU if one can be used) | host | cuda\n"
@@ -51,6 +55,7 @@ enum {
 	OPT_MODEL = 256,
 	OPT_WEIGHTS,
 	OPT_KV,
+	OPT_ATTENTION,
 	OPT_SOCKET,
 	OPT_BATCH,
 	OPT_CHUNK,
@@ -83,6 +88,7 @@ static const struct option options[] = {
 	{"model", required_argument, NULL, OPT_MODEL},
 	{"weights", required_argument, NULL, OPT_WEIGHTS},
 	{"kv", required_argument, NULL, OPT_KV},
+	{"attention", required_argument, NULL, OPT_ATTENTION},
 	{"socket", required_argument, NULL, OPT_SOCKET},
 	{"batch", required_argument, NULL, OPT_BATCH},
 	{"chunk", required_argument, NULL, OPT_CHUNK},
@@ -243,6 +249,12 @@ static int take_name(struct eng_cli *c, int opt, const char *arg)
 			return refuse("kv", arg, "not bf16, fp8, fp8_s or f32");
 		c->kv = (u32)v;
 		return 0;
+	case OPT_ATTENTION:
+		v = eng_attention_parse(arg);
+		if (v < 0)
+			return refuse("attention", arg, "not exact or fast");
+		c->attention = (u32)v;
+		return 0;
 	case OPT_CHECK:
 		if (strcmp(arg, "batch") && strcmp(arg, "off") && strcmp(arg, "strict"))
 			return refuse("check", arg, "not batch, off or strict");
@@ -304,6 +316,7 @@ static int take_option(struct eng_cli *c, int opt, const char *arg)
 		return 0;
 	case OPT_WEIGHTS:
 	case OPT_KV:
+	case OPT_ATTENTION:
 	case OPT_CHECK:
 	case OPT_DEVICE:
 	case OPT_GPU:

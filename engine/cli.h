@@ -45,6 +45,7 @@ struct eng_cli {
 	u32 max_tokens;
 	u32 weights;
 	u32 kv;
+	u32 attention; /* enum eng_attention */
 	u32 batch;
 	u32 chunk;
 	u32 length;

@@ -56,6 +56,7 @@ static int serve(const struct eng_cli *cli, struct eng_host *h)
 		.listen = cli->listen,
 		.unix_path = cli->unix_path,
 		.model_name = served_name(cli->model, buf, sizeof(buf)),
+		.attention = eng_attention_str(cli->attention),
 		.m = h->m,
 		.jobs = &jobs,
 	};

@@ -181,6 +181,12 @@ int eng_cmd_eval(const struct eng_cli *cli)
 		fprintf(stderr, "kv-engine eval: --text is missing\n");
 		return ENG_EXIT_USAGE;
 	}
+	if (cli->attention == ENG_ATTENTION_FAST) {
+		fprintf(stderr,
+			"kv-engine eval: --attention fast: for decode steps, and a "
+			"text that is scored has none\n");
+		return ENG_EXIT_USAGE;
+	}
 	if (eng_read_file(cli->text, &text, &bytes))
 		return ENG_EXIT_FAIL;
 	rc = eng_host_open(cli, &h);

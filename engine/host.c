@@ -117,6 +117,7 @@ static int create_engine(const struct eng_cli *cli, struct eng_host *h,
 	struct eng_options opt = {
 		.size_bytes = sizeof(opt),
 		.kv = cli->kv,
+		.attention = cli->attention,
 		.socket_path = socket,
 		.batch_max = cli->batch,
 		.chunk_tokens = cli->chunk,

@@ -199,7 +199,8 @@ static void gauge(FILE *f, const char *name, const char *help, u64 value)
 		name, name, help, name, (unsigned long long)value);
 }
 
-char *eng_reply_metrics(const struct eng_stats *st, const char *model, u32 http_active)
+char *eng_reply_metrics(const struct eng_stats *st, const char *model,
+			const char *attention, u32 http_active)
 {
 	char *text = NULL;
 	size_t bytes;
@@ -208,9 +209,9 @@ char *eng_reply_metrics(const struct eng_stats *st, const char *model, u32 http_
 	if (!f)
 		return NULL;
 	fprintf(f,
-		"# TYPE kv_engine info\n# HELP kv_engine The model served.\n"
-		"kv_engine_info{model=\"%s\"} 1\n",
-		model);
+		"# TYPE kv_engine info\n# HELP kv_engine The model served, and how.\n"
+		"kv_engine_info{model=\"%s\",attention=\"%s\"} 1\n",
+		model, attention);
 	gauge(f, "requests_running", "Requests that hold pages.", st->running);
 	gauge(f, "requests_waiting", "Requests in the queue.", st->waiting);
 	gauge(f, "http_requests_active", "Completions being answered.", http_active);

@@ -49,6 +49,7 @@ char *eng_reply_chunk(const struct eng_reply_head *h, const char *text, size_t n
 char *eng_reply_usage(const struct eng_reply_head *h, const struct eng_reply_end *end);
 
 char *eng_reply_models(const char *model, time_t created);
-char *eng_reply_metrics(const struct eng_stats *st, const char *model, u32 http_active);
+char *eng_reply_metrics(const struct eng_stats *st, const char *model,
+			const char *attention, u32 http_active);
 
 #endif /* ENG_HTTP_REPLY_H */

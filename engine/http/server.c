@@ -350,7 +350,7 @@ static enum MHD_Result get_metrics(struct eng_http *s, struct MHD_Connection *c,
 
 	eng_engine_stats(s->opt.jobs->engine, &st);
 	return respond(c, MHD_HTTP_OK,
-		       eng_reply_metrics(&st, s->opt.model_name,
+		       eng_reply_metrics(&st, s->opt.model_name, s->opt.attention,
 					 __atomic_load_n(&s->active, __ATOMIC_RELAXED)),
 		       "application/openmetrics-text; version=1.0.0; charset=utf-8");
 }

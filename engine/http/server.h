@@ -19,6 +19,7 @@ struct eng_http;
  * @listen: "127.0.0.1:PORT" or "[::1]:PORT" (loopback only), or NULL
  * @unix_path: path of a Unix socket to create, or NULL. Exactly one of both
  * @model_name: served under this name
+ * @attention: "exact" or "fast", for /metrics
  * @m: borrowed
  * @jobs: borrowed
  */
@@ -26,6 +27,7 @@ struct eng_http_options {
 	const char *listen;
 	const char *unix_path;
 	const char *model_name;
+	const char *attention;
 	const struct eng_model *m;
 	struct eng_jobs *jobs;
 };

@@ -160,6 +160,9 @@ static int attention(struct eng_engine *e, u32 layer, const void *q)
 
 	if (s->q_len_max > 1)
 		return e->ops->attn_prefill(&a, e->mem->stream);
+	/* not above: pages of prompts are what other engines find */
+	if (e->opt.attention == ENG_ATTENTION_FAST)
+		a.flags |= KVK_ATTN_FAST;
 	return c->arch == ENG_ARCH_MLA ? e->ops->attn_mla(&a, e->mem->stream)
 				       : e->ops->attn_gqa(&a, e->mem->stream);
 }

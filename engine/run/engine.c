@@ -50,6 +50,8 @@ static int take_options(struct eng_engine *e, const struct eng_options *opt,
 		*o = *opt;
 	if (o->kv > ENG_KV_F32)
 		return eng_refuse(err, -EINVAL, "kv=%u: unknown", o->kv);
+	if (o->attention > ENG_ATTENTION_FAST)
+		return eng_refuse(err, -EINVAL, "attention=%u: unknown", o->attention);
 	rc = take_option(&o->batch_max, 16, ENG_BATCH_MAX, "batch_max", err);
 	if (!rc)
 		rc = take_option(&o->chunk_tokens, 256, ENG_CHUNK_MAX, "chunk_tokens",
@@ -450,17 +452,34 @@ const struct kv_layout *eng_engine_layout(struct eng_engine *e)
 }
 
 static const char *const kv_names[] = {"bf16", "fp8", "fp8_s", "f32"};
+static const char *const attention_names[] = {"exact", "fast"};
 
-int eng_kv_parse(const char *text)
+static int find_name(const char *const *names, u32 nr, const char *text)
 {
-	for (u32 i = 0; i < KV_ARRAY_SIZE(kv_names); i++) {
-		if (!strcmp(text, kv_names[i]))
+	for (u32 i = 0; i < nr; i++) {
+		if (!strcmp(text, names[i]))
 			return (int)i;
 	}
 	return -EINVAL;
 }
 
+int eng_kv_parse(const char *text)
+{
+	return find_name(kv_names, KV_ARRAY_SIZE(kv_names), text);
+}
+
 const char *eng_kv_str(u32 kv)
 {
 	return kv < KV_ARRAY_SIZE(kv_names) ? kv_names[kv] : "?";
+}
+
+int eng_attention_parse(const char *text)
+{
+	return find_name(attention_names, KV_ARRAY_SIZE(attention_names), text);
+}
+
+const char *eng_attention_str(u32 attention)
+{
+	return attention < KV_ARRAY_SIZE(attention_names) ? attention_names[attention]
+							  : "?";
 }

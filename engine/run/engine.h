@@ -43,6 +43,12 @@ enum eng_kv {
 	ENG_KV_F32 = 3,	  /* tests only; kvmd must run with --test-layouts */
 };
 
+/** enum eng_attention - how exact the attention of decode steps is */
+enum eng_attention {
+	ENG_ATTENTION_EXACT = 0,
+	ENG_ATTENTION_FAST = 1, /* KVK_ATTN_FAST */
+};
+
 enum eng_request_state {
 	ENG_WAITING = 0, /* holds no page; in the queue */
 	ENG_PREFILL =
@@ -65,6 +71,8 @@ enum eng_finish {
  * struct eng_options - how to run; zero = default
  * @size_bytes: sizeof(struct eng_options)
  * @kv: enum eng_kv
+ * @attention: enum eng_attention, of steps in which every sequence has one token; FAST is
+ *	something else only for MLA with more than 16 heads on a GPU
  * @socket_path: kvmd; NULL: $KVMD_SOCKET, else the default
  * @client_name: shown by kvmctl; NULL: "kv-engine"
  * @batch_max: most requests in a step (16)
@@ -87,6 +95,7 @@ enum eng_finish {
 struct eng_options {
 	u32 size_bytes;
 	u32 kv;
+	u32 attention;
 	const char *socket_path;
 	const char *client_name;
 	u32 batch_max;
@@ -283,5 +292,9 @@ const char *eng_state_str(enum eng_request_state state);
 /** eng_kv_parse() - "bf16", "fp8", "fp8_s", "f32"; -EINVAL for another text */
 int eng_kv_parse(const char *text);
 const char *eng_kv_str(u32 kv);
+
+/** eng_attention_parse() - "exact", "fast"; -EINVAL for another text */
+int eng_attention_parse(const char *text);
+const char *eng_attention_str(u32 attention);
 
 #endif /* ENG_RUN_ENGINE_H */

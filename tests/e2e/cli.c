@@ -81,6 +81,43 @@ KVT_TEST(run_streams_what_json_holds)
 	cJSON_Delete(o);
 }
 
+static void bench_says(const char *more, const char *attention)
+{
+	char args[300];
+	cJSON *o;
+
+	snprintf(args, sizeof(args),
+		 "bench --model $M/tiny-k2 --batches 2 --tokens 4 --json %s", more);
+	o = engine_json(args);
+	KVT_EXPECT_STR(cJSON_GetStringValue(cJSON_GetObjectItem(o, "attention")),
+		       attention);
+	cJSON_Delete(o);
+}
+
+/* tiny-k2 has 8 heads: the same tokens everywhere. */
+KVT_TEST(attention_is_exact_if_nothing_is_said)
+{
+	static const char *const args[] = {"", " --attention exact", " --attention fast"};
+	char line[300], *ids[3];
+
+	for (u32 i = 0; i < 3; i++) {
+		cJSON *o;
+
+		snprintf(line, sizeof(line),
+			 "run --model $M/tiny-k2 --kv fp8 --prompt 'The database' "
+			 "--max-tokens 12 --ignore-eos --json%s",
+			 args[i]);
+		o = engine_json(line);
+		ids[i] = cJSON_PrintUnformatted(cJSON_GetObjectItem(o, "token_ids"));
+		cJSON_Delete(o);
+		KVT_EXPECT_STR(ids[i], ids[0]);
+	}
+	bench_says("", "exact");
+	bench_says("--attention fast", "fast");
+	for (u32 i = 0; i < 3; i++)
+		free(ids[i]);
+}
+
 KVT_TEST(eval_prints_the_promised_fields)
 {
 	cJSON *o = engine_json(
@@ -142,6 +179,10 @@ KVT_TEST(refusals_name_what_is_wrong)
 		{"run --prompt x", 2, "--model"},
 		{"run --model $M/tiny-k2", 2, "--prompt"},
 		{"run --model $M/tiny-k2 --prompt x --kv int3", 2, "--kv int3"},
+		{"run --model $M/tiny-k2 --prompt x --attention quick", 2,
+		 "--attention quick: not exact or fast"},
+		{"eval --model $M/tiny-k2 --text x --attention fast", 2,
+		 "--attention fast"},
 		{"run --model $M/tiny-k2 --prompt x --max-tokens -1", 2,
 		 "--max-tokens -1"},
 		{"run --model $M/tiny-k2 --prompt x --weights bf17", 2, "--weights bf17"},

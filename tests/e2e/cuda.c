@@ -8,6 +8,7 @@
 #define DEV_IDS_MAX 2048
 #include "tests/e2e/device_cases.h"
 #include "tests/e2e/layer_cases.h"
+#include "tests/e2e/attention_cases.h"
 
 #include <sys/wait.h>
 
@@ -34,6 +35,25 @@ KVT_TEST(a_layer_is_rounded_once)
 	need_gpu();
 	dev_layers_rounded_once("tiny-k2");
 	dev_layers_rounded_once("tiny-glm");
+}
+
+KVT_TEST(fast_attention_is_for_decode_steps)
+{
+	need_gpu();
+	attention_flags("tiny-k2", ENG_DEVICE_CUDA);
+	attention_flags("tiny-glm", ENG_DEVICE_CUDA);
+}
+
+KVT_TEST(fast_attention_on_bf16_pages)
+{
+	need_gpu();
+	attention_errors(ENG_KV_BF16, DEV_CASES_MAX, 1);
+}
+
+KVT_TEST(fast_attention_on_fp8_pages)
+{
+	need_gpu();
+	attention_errors(ENG_KV_FP8, DEV_CASES_MAX, 1);
 }
 
 KVT_TEST(prefix_hit_gives_the_same_tokens)

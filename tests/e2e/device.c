@@ -11,6 +11,7 @@
 #define DEV_IDS_MAX 400
 #include "tests/e2e/device_cases.h"
 #include "tests/e2e/layer_cases.h"
+#include "tests/e2e/attention_cases.h"
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -30,6 +31,33 @@ KVT_TEST(a_layer_is_rounded_once)
 {
 	dev_layers_rounded_once("tiny-k2");
 	dev_layers_rounded_once("tiny-glm");
+}
+
+KVT_TEST(fast_attention_is_for_decode_steps)
+{
+	attention_flags("tiny-k2", ENG_DEVICE_HOST);
+	attention_flags("tiny-k2", ENG_DEVICE_GUARDED);
+	attention_flags("tiny-glm", ENG_DEVICE_GUARDED);
+}
+
+KVT_TEST(fast_attention_with_32_heads_is_nothing_to_a_host)
+{
+	attention_errors(ENG_KV_BF16, 2, 0);
+}
+
+KVT_TEST(attention_is_exact_or_fast)
+{
+	struct eng_options opt = {.size_bytes = sizeof(opt), .attention = 2};
+	struct eng_engine *e;
+	struct eng_err err;
+	struct rig rig;
+
+	rig_kvmd(&rig, NULL);
+	rig_model(&rig, "tiny-k2", ENG_WEIGHTS_AS_IS);
+	opt.socket_path = rig.kvmd.socket_path;
+	KVT_EXPECT_EQ(eng_engine_create(rig.m, &opt, &e, &err), -EINVAL);
+	KVT_EXPECT_STR(err.text, "attention=2: unknown");
+	rig_close(&rig);
 }
 
 KVT_TEST(prefix_hit_gives_the_same_tokens)

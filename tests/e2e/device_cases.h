@@ -28,6 +28,7 @@ struct dev_case {
 	u32 nr_greedy;
 	double nll;
 	u32 got[64];
+	float logprob[64];
 	u32 nr_got;
 	struct eng_request *r;
 };
@@ -83,6 +84,7 @@ static void dev_token(void *arg, struct eng_request *r, u32 token, float logprob
 	struct dev_case *x = arg;
 
 	KVT_EXPECT(x->nr_got < 64);
+	x->logprob[x->nr_got] = logprob;
 	x->got[x->nr_got++] = token;
 }
 

@@ -287,6 +287,8 @@ KVT_TEST(other_routes)
 	http("GET", "/metrics", "");
 	KVT_EXPECT_HAS(rep.head, "application/openmetrics-text");
 	KVT_EXPECT_HAS(rep.body, "kv_engine_steps_total");
+	KVT_EXPECT_HAS(rep.body,
+		       "\nkv_engine_info{model=\"tiny-k2\",attention=\"exact\"} 1\n");
 	KVT_EXPECT_STR(rep.body + rep.nr_body - 6, "# EOF\n");
 	http("GET", "/v1/completions", "");
 	KVT_EXPECT_EQ(rep.status, 405);

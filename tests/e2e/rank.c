@@ -94,12 +94,13 @@ KVT_TEST(rank_fp8_weights_and_static_scales)
 	int code = -1;
 	char *out = run(
 		"--preset tiny --device host --in 70 --out 2 --requests 2 --weights fp8 "
-		"--kv fp8_s --json",
+		"--kv fp8_s --attention fast --json",
 		&code);
 
 	KVT_EXPECT(out != NULL);
 	KVT_EXPECT_EQ(code, 0);
 	KVT_EXPECT(strstr(out, "\"moe_fp8\"") != NULL);
+	KVT_EXPECT_HAS(out, "\"attention\":\t\"fast\"");
 	free(out);
 }
 
@@ -110,6 +111,7 @@ KVT_TEST(rank_names_what_it_refuses)
 	} bad[] = {{"--preset nothing", "--preset nothing"},
 		   {"--preset tiny --tp 3", "--tp 3"},
 		   {"--preset tiny --kv f32", "kv f32"},
+		   {"--preset tiny --attention 1", "attention 1"},
 		   {"--preset tiny --in 1", "in 1"},
 		   {"--in 100", "--preset is needed"},
 		   {"--preset tiny --requests 0", "requests 0"},

@@ -141,6 +141,7 @@ static int open_engine(struct rank *r)
 	struct eng_options o = {
 		.size_bytes = sizeof(o),
 		.kv = r->opt.kv,
+		.attention = r->opt.attention,
 		.socket_path = r->opt.socket_path,
 		.client_name = "kvbench-rank",
 		.batch_max = batch_max(&r->opt),
@@ -518,6 +519,7 @@ static int print_json(struct rank *r)
 	cJSON_AddNumberToObject(d, "tp", o->tp);
 	cJSON_AddStringToObject(d, "weights", o->weights == KVK_INT4 ? "int4" : "fp8");
 	cJSON_AddStringToObject(d, "kv", eng_kv_str(o->kv));
+	cJSON_AddStringToObject(d, "attention", eng_attention_str(o->attention));
 	cJSON_AddNumberToObject(d, "in", o->in);
 	cJSON_AddNumberToObject(d, "out", o->out);
 	cJSON_AddStringToObject(d, "left_out", rank_model_left_out(o->preset));

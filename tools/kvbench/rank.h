@@ -86,7 +86,8 @@ int rank_probe(struct eng_engine *e, void *arg);
 
 /**
  * struct rank_options - what the command line asks for
- * @weights: KVK_INT4 or KVK_E4M3; @kv: enum eng_kv; @device: enum eng_device
+ * @weights: KVK_INT4 or KVK_E4M3; @kv: enum eng_kv;
+ * @attention: enum eng_attention; @device: enum eng_device
  * @in, @out: tokens of a prompt that lie in the pages, and of the decode
  * @batches: [nr_batches] numbers of requests, one run each
  */
@@ -96,6 +97,7 @@ struct rank_options {
 	u32 tp;
 	u32 weights;
 	u32 kv;
+	u32 attention;
 	u32 in;
 	u32 out;
 	u32 device; /* enum eng_device */

@@ -17,8 +17,8 @@ static int usage(const char *what, const char *value)
 	fprintf(stderr,
 		"usage: kvbench rank --preset kimi-k2.6|glm-5.2|tiny [--tp 1|2|4|8] [--weights "
 		"int4|fp8]\n"
-		"       [--kv fp8|fp8_s|bf16] [--in N] [--out N] [--requests N,N,...] [--kv-bytes "
-		"N]\n"
+		"       [--kv fp8|fp8_s|bf16] [--attention exact|fast] [--in N] [--out N]\n"
+		"       [--requests N,N,...] [--kv-bytes N]\n"
 		"       [--device auto|host|cuda] [--socket PATH] [--json]\n");
 	return 2;
 }
@@ -72,10 +72,19 @@ static int parse_weights(struct rank_options *o, const char *text)
 }
 
 static const struct option long_options[] = {
-	{"preset", 1, 0, 'p'},	 {"tp", 1, 0, 't'},	  {"weights", 1, 0, 'w'},
-	{"kv", 1, 0, 'k'},	 {"in", 1, 0, 'i'},	  {"out", 1, 0, 'o'},
-	{"requests", 1, 0, 'r'}, {"kv-bytes", 1, 0, 'b'}, {"device", 1, 0, 'd'},
-	{"socket", 1, 0, 's'},	 {"json", 0, 0, 'j'},	  {0, 0, 0, 0},
+	{"preset", 1, 0, 'p'},
+	{"tp", 1, 0, 't'},
+	{"weights", 1, 0, 'w'},
+	{"kv", 1, 0, 'k'},
+	{"in", 1, 0, 'i'},
+	{"out", 1, 0, 'o'},
+	{"requests", 1, 0, 'r'},
+	{"kv-bytes", 1, 0, 'b'},
+	{"device", 1, 0, 'd'},
+	{"socket", 1, 0, 's'},
+	{"json", 0, 0, 'j'},
+	{"attention", 1, 0, 'a'},
+	{0, 0, 0, 0},
 };
 
 /* 0, or -EINVAL: the value is no good. */
@@ -98,6 +107,10 @@ static int parse_one(struct rank_options *o, int c, const char *arg)
 		rc = eng_kv_parse(arg);
 		o->kv = (u32)rc;
 		return rc < 0 || rc == ENG_KV_F32 ? -EINVAL : 0;
+	case 'a':
+		rc = eng_attention_parse(arg);
+		o->attention = (u32)rc;
+		return rc < 0 ? rc : 0;
 	case 'i':
 		rc = parse_u64(arg, 2, 131072, &v);
 		o->in = (u32)v;
