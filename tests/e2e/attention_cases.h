@@ -2,9 +2,6 @@
 /*
  * attention_cases.h - eng_options.attention: which kernels hear of it, and what a token's
  * log-probability is off by. Included by device.c and cuda.c behind layer_cases.h.
- *
- * The models of tests/models have 8 heads, which no device decodes otherwise. Here tiny-k2 gets
- * each head four times and a quarter of its output: the same model, with 32.
  */
 #ifndef TESTS_E2E_ATTENTION_CASES_H
 #define TESTS_E2E_ATTENTION_CASES_H
@@ -100,54 +97,6 @@ static void attention_flags(const char *model, u32 device)
 	rig_close(&rig);
 }
 
-#define ATTENTION_COPIES 4u
-
-/* Copies of @w (bf16, @bytes of it) one behind the other. To the end of the process. */
-static void attention_copies(struct kvk_weight *w, u64 bytes)
-{
-	char *to = malloc(ATTENTION_COPIES * bytes);
-
-	KVT_EXPECT(to && w->dtype == KVK_BF16);
-	for (u32 i = 0; i < ATTENTION_COPIES; i++)
-		memcpy(to + i * bytes, w->data, bytes);
-	w->data = to;
-}
-
-/* o: [hidden][heads * v], every row copied and a quarter */
-static void attention_shares(struct kvk_weight *o)
-{
-	const u16 *from = o->data;
-	u16 *to = malloc(ATTENTION_COPIES * eng_weight_data_bytes(o));
-
-	KVT_EXPECT(to && o->dtype == KVK_BF16);
-	for (u32 r = 0; r < o->rows; r++) {
-		for (u32 c = 0; c < ATTENTION_COPIES * o->cols; c++)
-			to[(size_t)r * ATTENTION_COPIES * o->cols + c] = kvk_f32_to_bf16(
-				kvk_bf16_to_f32(from[(size_t)r * o->cols + c % o->cols]) /
-				ATTENTION_COPIES);
-	}
-	o->cols *= ATTENTION_COPIES;
-	o->data = to;
-}
-
-static void attention_widen(struct eng_model *m)
-{
-	struct eng_config *c = &m->config;
-
-	for (u32 i = 0; i < c->nr_layers; i++) {
-		struct eng_layer *l = &m->layers[i];
-
-		attention_copies(&l->q_b, eng_weight_data_bytes(&l->q_b));
-		l->q_b.rows *= ATTENTION_COPIES;
-		attention_copies(&l->w_uk_t,
-				 c->nr_q_heads * eng_weight_data_bytes(&l->w_uk_t));
-		attention_copies(&l->w_uv,
-				 c->nr_q_heads * eng_weight_data_bytes(&l->w_uv));
-		attention_shares(&l->o);
-	}
-	c->nr_q_heads *= ATTENTION_COPIES;
-}
-
 /*
  * Greedy tokens with exact and with fast attention, against float64 where the choice is clear, and
  * their log-probabilities against each other as long as the texts are one.
@@ -164,7 +113,7 @@ static void attention_errors(u32 kv, u32 nr_max, double limit)
 
 	rig_kvmd(&rig, args);
 	rig_model(&rig, "tiny-k2", ENG_WEIGHTS_AS_IS);
-	attention_widen(rig.m);
+	rig_more_heads(&rig, 4); /* 8 heads no device decodes otherwise */
 	nr = dev_load("tiny-k2", nr_max);
 	for (; opt.attention <= ENG_ATTENTION_FAST; opt.attention++) {
 		struct eng_engine *e = rig_engine(&rig, &opt);

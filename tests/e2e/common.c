@@ -11,6 +11,7 @@
 
 #include "base/cuda_syms.h"
 #include "engine/openmp.h"
+#include "kernels/fp8.h"
 
 /* Tests, kvmd and engines share two cores: nobody spins. */
 __attribute__((constructor)) static void omp_passive(int argc, char **argv, char **envp)
@@ -86,6 +87,52 @@ void rig_model(struct rig *rig, const char *name, u32 weights)
 	snprintf(rig->dir, sizeof(rig->dir), "%s/%s", rig_models_dir(), name);
 	if (eng_model_load(rig->dir, &opt, &rig->m, &err))
 		KVT_FAIL("%s: %s", rig->dir, err.text);
+}
+
+/* @bytes of bf16, @copies times one behind the other */
+static void copy_heads(struct kvk_weight *w, u64 bytes, u32 copies)
+{
+	char *to = malloc(copies * bytes);
+
+	KVT_EXPECT(to && w->dtype == KVK_BF16);
+	for (u32 i = 0; i < copies; i++)
+		memcpy(to + i * bytes, w->data, bytes);
+	w->data = to;
+}
+
+/* [hidden][heads * v]: every row @copies times, divided by as many */
+static void share_heads(struct kvk_weight *o, u32 copies)
+{
+	u16 *to = malloc(copies * eng_weight_data_bytes(o));
+	const u16 *from = o->data;
+	size_t at = 0;
+
+	KVT_EXPECT(to && o->dtype == KVK_BF16);
+	for (u32 r = 0; r < o->rows; r++, from += o->cols) {
+		for (u32 c = 0; c < copies * o->cols; c++)
+			to[at++] = kvk_f32_to_bf16(kvk_bf16_to_f32(from[c % o->cols]) /
+						   (float)copies);
+	}
+	o->cols *= copies;
+	o->data = to;
+}
+
+void rig_more_heads(struct rig *rig, u32 copies)
+{
+	struct eng_config *c = &rig->m->config;
+	u32 heads = c->nr_q_heads;
+
+	KVT_EXPECT_EQ(c->arch, ENG_ARCH_MLA);
+	for (u32 i = 0; i < c->nr_layers; i++) {
+		struct eng_layer *l = &rig->m->layers[i];
+
+		copy_heads(&l->q_b, eng_weight_data_bytes(&l->q_b), copies);
+		l->q_b.rows *= copies;
+		copy_heads(&l->w_uk_t, heads * eng_weight_data_bytes(&l->w_uk_t), copies);
+		copy_heads(&l->w_uv, heads * eng_weight_data_bytes(&l->w_uv), copies);
+		share_heads(&l->o, copies);
+	}
+	c->nr_q_heads *= copies;
 }
 
 struct eng_engine *rig_engine(struct rig *rig, const struct eng_options *opt)

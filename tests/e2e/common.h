@@ -37,6 +37,13 @@ void rig_kvmd(struct rig *rig, const char *const *args);
 /** rig_model() - load tests/models/@name */
 void rig_model(struct rig *rig, const char *name, u32 weights);
 
+/**
+ * rig_more_heads() - an MLA model's query heads @copies times each, and of each copy's output a share:
+ * the same model
+ * @copies: a power of two. The arrays stay to the end of the process
+ */
+void rig_more_heads(struct rig *rig, u32 copies);
+
 /** rig_engine() - create an engine; @opt may be NULL */
 struct eng_engine *rig_engine(struct rig *rig, const struct eng_options *opt);
 
