@@ -118,7 +118,7 @@ static void attention_errors(u32 kv, u32 nr_max, double limit)
 	for (; opt.attention <= ENG_ATTENTION_FAST; opt.attention++) {
 		struct eng_engine *e = rig_engine(&rig, &opt);
 
-		dev_greedy(e, nr);
+		dev_greedy(e, nr, kv == ENG_KV_BF16 ? DEV_GAP_MIN : (double)RIG_LEAD_MIN);
 		eng_engine_destroy(e);
 		if (opt.attention == ENG_ATTENTION_EXACT)
 			memcpy(exact, dev_cases, sizeof(exact));

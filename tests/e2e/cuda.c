@@ -44,16 +44,17 @@ KVT_TEST(fast_attention_is_for_decode_steps)
 	attention_flags("tiny-glm", ENG_DEVICE_CUDA);
 }
 
+/* With f32 activations (tests/emul/hopper/engine.c's rig) 2.8e-2, and 0.17 on FP8 pages. */
 KVT_TEST(fast_attention_on_bf16_pages)
 {
 	need_gpu();
-	attention_errors(ENG_KV_BF16, DEV_CASES_MAX, 1);
+	attention_errors(ENG_KV_BF16, DEV_CASES_MAX, 0.2);
 }
 
 KVT_TEST(fast_attention_on_fp8_pages)
 {
 	need_gpu();
-	attention_errors(ENG_KV_FP8, DEV_CASES_MAX, 1);
+	attention_errors(ENG_KV_FP8, DEV_CASES_MAX, 0.5);
 }
 
 KVT_TEST(prefix_hit_gives_the_same_tokens)
