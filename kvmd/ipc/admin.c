@@ -3,6 +3,7 @@
 #include "kvmd/ipc/admin.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -255,6 +256,16 @@ static bool is_audit(const cJSON *request)
 	       !KV_MUTANT(audit_in_one_turn);
 }
 
+/* Its command may have waited for this kvmd to start, or to go on. Who gave up was told, or will
+ * believe, that nothing was done. Who only sends no more still reads. */
+static bool peer_gone(const struct admin_conn *c)
+{
+	struct pollfd p = {.fd = c->fd};
+
+	return poll(&p, 1, 0) == 1 && (p.revents & POLLHUP) &&
+	       !KV_MUTANT(given_up_is_done);
+}
+
 static int conn_line(struct admin_conn *c, const char *line, size_t len)
 {
 	cJSON *request = cJSON_ParseWithLength(line, len), *reply;
@@ -287,6 +298,8 @@ static int conn_lines(struct admin_conn *c)
 	int r;
 
 	while (!c->asked && (end = memchr(c->in, '\n', c->in_used))) {
+		if (peer_gone(c))
+			return -ESHUTDOWN;
 		len = (size_t)(end - c->in);
 		r = conn_line(c, c->in, len);
 		if (r)

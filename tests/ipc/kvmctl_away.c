@@ -91,6 +91,24 @@ KVT_TEST(a_restart_is_waited_for)
 	ipc_stop(&kvmd);
 }
 
+/* 3 says that nothing was done: nor is it later, by the next one, which finds the command waiting. */
+KVT_TEST(what_was_given_up_is_not_done_later)
+{
+	start();
+	keeper_alone();
+	KVT_EXPECT_EQ(ctl("drain default --yes --timeout 0.3"), 3);
+	again();
+	KVT_EXPECT_EQ(ctl("tenant default --json"), 0);
+	KVT_EXPECT_HAS(out, "\"draining\":false");
+	/* the same where one hangs for a while */
+	kill(kvmd.pid, SIGSTOP);
+	KVT_EXPECT_EQ(ctl("drain default --yes --timeout 0.3"), 124);
+	kill(kvmd.pid, SIGCONT);
+	KVT_EXPECT_EQ(ctl("tenant default --json"), 0);
+	KVT_EXPECT_HAS(out, "\"draining\":false");
+	ipc_stop(&kvmd);
+}
+
 /* So many have asked and given up that nobody gets into its queue any more. */
 KVT_TEST(with_a_full_queue_it_is_3)
 {
