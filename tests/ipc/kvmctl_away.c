@@ -109,6 +109,22 @@ KVT_TEST(what_was_given_up_is_not_done_later)
 	ipc_stop(&kvmd);
 }
 
+/* A link to the socket: the lock is beside what it leads to. */
+KVT_TEST(through_a_link_it_is_3_as_well)
+{
+	char args[200], path[100];
+
+	start();
+	snprintf(path, sizeof(path), "%s/link", kvmd.dir);
+	KVT_EXPECT(!symlink(kvmd.admin_path, path));
+	snprintf(args, sizeof(args), "ps --timeout 0.3 --socket %s", path);
+	KVT_EXPECT_EQ(ctl(args), 0);
+	keeper_alone();
+	KVT_EXPECT_EQ(ctl(args), 3);
+	again();
+	ipc_stop(&kvmd);
+}
+
 /* So many have asked and given up that nobody gets into its queue any more. */
 KVT_TEST(with_a_full_queue_it_is_3)
 {

@@ -2,6 +2,7 @@
 /* client.c - one JSON line to the admin socket, one back. */
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,10 +32,13 @@ cJSON *ctl_request(const char *op)
 static bool kvmd_is_gone(const struct ctl *ctl)
 {
 	struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
-	char path[160];
+	char *real = realpath(ctl->args.socket, NULL); /* not beside a link */
+	char path[PATH_MAX + sizeof(KVMD_ADMIN_LOCK_SUFFIX)];
 	int fd, r;
 
-	snprintf(path, sizeof(path), "%s" KVMD_ADMIN_LOCK_SUFFIX, ctl->args.socket);
+	snprintf(path, sizeof(path), "%s" KVMD_ADMIN_LOCK_SUFFIX,
+		 real ? real : ctl->args.socket);
+	free(real);
 	fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
 	if (fd < 0)
 		return false; /* who knows */
