@@ -89,6 +89,16 @@ static int give_socket_dir(const char *path, const struct passwd *pw, char *erro
 	return give_dir(dir, 0755, pw, error, bytes);
 }
 
+static int give_dirs(const struct kvd_harden_paths *paths, const struct passwd *pw,
+		     char *error, size_t bytes)
+{
+	int r = give_dir(paths->state_dir, 0700, pw, error, bytes);
+
+	if (!r)
+		r = give_socket_dir(paths->socket_path, pw, error, bytes);
+	return r ? r : give_socket_dir(paths->admin_path, pw, error, bytes);
+}
+
 static int caps_set(u32 effective)
 {
 	struct __user_cap_header_struct head = {.version = _LINUX_CAPABILITY_VERSION_3};
@@ -149,11 +159,7 @@ int kvd_harden_user(const char *name, const struct kvd_harden_paths *paths, char
 		snprintf(error, error_bytes, "--user \"%s\": is root itself", name);
 		return -EPERM;
 	}
-	r = give_dir(paths->state_dir, 0700, pw, error, error_bytes);
-	if (!r)
-		r = give_socket_dir(paths->socket_path, pw, error, error_bytes);
-	if (!r)
-		r = give_socket_dir(paths->admin_path, pw, error, error_bytes);
+	r = paths ? give_dirs(paths, pw, error, error_bytes) : 0;
 	if (r)
 		return r;
 	r = KV_MUTANT(root_kept) ? 0 : become(pw);

@@ -28,7 +28,7 @@ struct kvd_harden_paths {
 /**
  * kvd_harden_user() - become @name: its uid, its groups, and two capabilities
  * @paths: made if missing and given to the user: the state directory (mode 0700) and the
- *	directory of each socket if it lies below /run
+ *	directory of each socket if it lies below /run; NULL: no directory
  * @error: why not
  *
  * CAP_KILL stays, for `on_stall: kill` and engines of other users, and CAP_IPC_LOCK, for

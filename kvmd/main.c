@@ -324,7 +324,7 @@ static int private_paths(struct cmdline *cmd)
 	/* The longest of the three; the keeper's is made of the state directory. */
 	if (strlen(dir) + sizeof("/keeper.sock") > sizeof(opt->socket_path))
 		return bad("--private", dir, "too long for a socket path");
-	if (mkdir(dir, 0700) && errno != EEXIST)
+	if (!cmd->check_policy && mkdir(dir, 0700) && errno != EEXIST)
 		return bad("--private", dir, strerror(errno));
 	snprintf(opt->socket_path, sizeof(opt->socket_path), "%.95s/kvmd.sock", dir);
 	snprintf(opt->admin_path, sizeof(opt->admin_path), "%.95s/admin.sock", dir);
@@ -384,6 +384,21 @@ static void raise_nofile(void)
 		kvd_warn("main", "nofile: %s", strerror(errno));
 }
 
+/* @paths: NULL: no directory is made or given away. Return: 0; -EINVAL, said on stderr */
+static int user_become(const struct cmdline *cmd, const struct kvd_harden_paths *paths)
+{
+	char error[KVD_CONFIG_ERROR_BYTES];
+
+	if (!cmd->user)
+		return 0;
+	if (cmd->private_dir)
+		return bad("--user", cmd->user, "--private is for the caller's uid");
+	if (!kvd_harden_user(cmd->user, paths, error, sizeof(error)))
+		return 0;
+	fprintf(stderr, "kvmd: %s\n", error);
+	return -EINVAL;
+}
+
 /* What is given up for good. Return: 0; -EINVAL, said on stderr */
 static int harden(struct cmdline *cmd)
 {
@@ -392,28 +407,26 @@ static int harden(struct cmdline *cmd)
 		.socket_path = cmd->opt.socket_path,
 		.admin_path = cmd->opt.admin_path,
 	};
-	char error[KVD_CONFIG_ERROR_BYTES];
 
-	if (cmd->private_dir && cmd->user)
-		return bad("--user", cmd->user, "--private is for the caller's uid");
 	if (!cmd->private_dir)
 		kvd_harden_environment();
 	raise_nofile();
-	if (cmd->user && kvd_harden_user(cmd->user, &paths, error, sizeof(error))) {
-		fprintf(stderr, "kvmd: %s\n", error);
+	if (user_become(cmd, &paths))
 		return -EINVAL;
-	}
 	cmd->opt.as_root = !cmd->private_dir && !geteuid() &&
 			   !strncmp(cmd->opt.socket_path, "/run/", 5);
 	cmd->opt.seccomp_error = kvd_harden_seccomp();
 	return 0;
 }
 
-static int check_policy(struct kvd *kvd, const struct kvd_options *opt)
+/* As the user that would read the policy. Return: exit status */
+static int check_policy(struct kvd *kvd, const struct cmdline *cmd)
 {
 	char error[KVD_CONFIG_ERROR_BYTES];
 
-	if (!kvd_try(kvd, opt, error))
+	if (user_become(cmd, NULL))
+		return 1;
+	if (!kvd_try(kvd, &cmd->opt, error))
 		return 0;
 	fprintf(stderr, "kvmd: %s\n", error);
 	return 1;
@@ -447,7 +460,7 @@ int main(int argc, char **argv)
 	if (r)
 		return EXIT_USAGE;
 	if (cmd.check_policy)
-		return check_policy(&kvd, &cmd.opt);
+		return check_policy(&kvd, &cmd);
 	/* What a service manager would have made. */
 	if (!strncmp(cmd.opt.socket_path, "/run/kvmd/", 10) ||
 	    !strncmp(cmd.opt.admin_path, "/run/kvmd/", 10))

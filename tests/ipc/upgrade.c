@@ -182,7 +182,7 @@ KVT_TEST(upgrade_to_what_refuses_the_options)
 	program_remove();
 }
 
-static int check_policy(const char *arg)
+static int check_with(const char *a, const char *b, const char *c)
 {
 	char path[1200];
 	pid_t pid;
@@ -193,28 +193,59 @@ static int check_policy(const char *arg)
 		int null = open("/dev/null", O_WRONLY);
 
 		dup2(null, 2);
-		execl(path, path, "--config", policy, "--state-dir", "/nonexistent/state",
-		      "--check-policy", arg, NULL);
+		execl(path, path, "--config", policy, "--check-policy", a, b, c, NULL);
 		_exit(127);
 	}
 	return ipc_wait(pid);
 }
 
+static int check_policy(const char *arg)
+{
+	return check_with("--state-dir", "/nonexistent/state", arg);
+}
+
 /* By hand, without a kvmd: it opens and makes nothing. */
 KVT_TEST(policy_is_checked_without_a_start)
 {
+	char made[64];
+
 	program_place();
 	file_write(policy, "{" TENANTS "\"1GiB\"}]}]}");
 	KVT_EXPECT_EQ(check_policy(NULL), 0);
 	KVT_EXPECT_EQ(check_policy("--backend=cuda-legacy"), 0);
 	KVT_EXPECT_EQ(check_policy("--no-such-option"), 2);
 	KVT_EXPECT_EQ(check_policy("--faults=no_such_point"), 1);
+	snprintf(made, sizeof(made), "%s/private", dir);
+	KVT_EXPECT_EQ(check_with("--private", made, NULL), 0);
+	KVT_EXPECT_EQ(access(made, F_OK), -1);
 	file_write(policy, "{" TENANTS "\"1GiB\"}]}, {\"name\": \"blue\", \"uids\": [1], "
 			   "\"gpus\": []}]}");
 	KVT_EXPECT_EQ(check_policy(NULL), 0);
 	KVT_EXPECT_EQ(check_policy("--backend=cuda-legacy"), 1); /* two domains */
 	file_write(policy, "{" TENANTS "1}");
 	KVT_EXPECT_EQ(check_policy(NULL), 1);
+	program_remove();
+}
+
+/* It is read as the user that kvmd would be, and nothing becomes that user's. */
+KVT_TEST(policy_is_checked_as_the_user)
+{
+	char state[64];
+	struct stat st;
+
+	program_place();
+	KVT_EXPECT(!chmod(dir, 0755));
+	file_write(policy, "{" TENANTS "\"1GiB\"}]}]}");
+	KVT_EXPECT_EQ(check_with("--user", "no such user", NULL), 1);
+	KVT_EXPECT_EQ(check_with("--user=nobody", "--private", "/nonexistent"), 1);
+	if (!geteuid()) {
+		snprintf(state, sizeof(state), "--state-dir=%s", dir);
+		KVT_EXPECT(!chmod(policy, 0644));
+		KVT_EXPECT_EQ(check_with("--user", "nobody", state), 0);
+		KVT_EXPECT(!stat(dir, &st) && st.st_uid == 0);
+		KVT_EXPECT(!chmod(policy, 0600));
+		KVT_EXPECT_EQ(check_with("--user", "nobody", state), 1);
+	}
 	program_remove();
 }
 
