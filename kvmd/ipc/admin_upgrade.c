@@ -111,19 +111,21 @@ static int program_runs(struct kvd_admin_call *call, const char *program)
 			      program, said);
 }
 
-/* With the arguments of this process, as main() will execute it. */
+/* With the arguments of this process, as main() will execute it. The new one goes before them: a "--"
+ * among them ends the options. */
 static int policy_passes(struct kvd_admin_call *call, const struct kvd_options *opt)
 {
 	char *argv[ARGS_MAX + 2], said[SAID_BYTES], error[KVD_CONFIG_ERROR_BYTES];
 	u32 n;
 
-	for (n = 0; opt->argv[n] && n < ARGS_MAX; n++)
-		argv[n] = opt->argv[n];
+	argv[0] = opt->argv[0];
+	argv[1] = "--check-policy";
+	for (n = 1; opt->argv[n] && n < ARGS_MAX; n++)
+		argv[n + 1] = opt->argv[n];
+	argv[n + 1] = NULL;
 	if (opt->argv[n])
 		return kvd_admin_fail(call, -E2BIG, "upgrade: more than %u arguments",
 				      ARGS_MAX);
-	argv[n++] = "--check-policy";
-	argv[n] = NULL;
 	if (child_run(opt->program, argv, said))
 		return kvd_admin_fail(call, -ENOEXEC, "upgrade: it would not start: %s",
 				      said);

@@ -99,14 +99,20 @@ KVT_TEST(upgrade_is_tried_also_where_children_are_ignored)
 #define TENANTS \
 	"\"tenants\": [{\"name\": \"red\", \"uids\": [0], \"gpus\": [{\"gpu\": \"*\", \"max\": "
 
-static void start_with_policy(void)
+static void start_with_policy_and(const char *more, const char *value)
 {
-	const char *args[] = {"--keeper", "--backend", "host", "--config", policy, NULL};
+	const char *args[] = {"--keeper", "--backend", "host", "--config",
+			      policy,	  more,	       value,  NULL};
 	char error[512];
 
 	file_write(policy, "{\"host_bytes\": \"64MiB\", " TENANTS "\"32MiB\"}]}]}");
 	if (eng_private_kvmd_start(args, &kvmd, error, sizeof(error)))
 		KVT_FAIL("%s", error);
+}
+
+static void start_with_policy(void)
+{
+	start_with_policy_and(NULL, NULL);
 }
 
 /* The file was changed since kvmd read it; what is wrong with it is said with its place. */
@@ -152,12 +158,23 @@ KVT_TEST(upgrade_with_a_policy_that_is_refused)
 	program_remove();
 }
 
+/* "--" ends the options: what is added behind it would be none. */
+KVT_TEST(upgrade_of_a_command_line_with_an_end)
+{
+	program_place();
+	start_with_policy_and("--", NULL);
+	expect_answer("{\"op\":\"upgrade\"}", "\"ok\":true");
+	expect_within(log_has("adopted"), 2000);
+	ipc_stop(&kvmd);
+	program_remove();
+}
+
 /* Another program: it says its version, but takes no option of these, or never ends. */
 KVT_TEST(upgrade_to_what_refuses_the_options)
 {
 	static const char refuses[] =
 		"#!/bin/sh\n[ \"$1\" = --version ] && exit 0\n"
-		"echo \"kvmd: unrecognized option '$6'\" >&2\nexit 2\n";
+		"echo \"kvmd: unrecognized option '$7'\" >&2\nexit 2\n";
 	static const char silent[] = "#!/bin/sh\n[ \"$1\" = --version ]\n";
 	static const char hangs[] = "#!/bin/sh\n[ \"$1\" = --version ] && exit 0\n"
 				    "exec sleep 60\n";
