@@ -69,10 +69,10 @@ int kvd_uuid_parse(const char *text, u8 *ret_uuid)
 
 static int open_host(struct kvd *kvd, const struct kvd_config *config)
 {
-	if (!kvd->opt.host_bytes)
-		kvd->opt.host_bytes = config->host_bytes;
+	u64 bytes = kvd->opt.host_bytes ? kvd->opt.host_bytes : config->host_bytes;
+
 	kvd->memory.kind = KV_BACKEND_HOST;
-	return kvd_host_create(kvd->opt.host_bytes, config->extent_bytes, &kvd->backend);
+	return kvd_host_create(bytes, config->extent_bytes, &kvd->backend);
 }
 
 static int open_cuda(struct kvd *kvd, const struct kvd_config *config, bool legacy)
@@ -86,7 +86,7 @@ static int open_cuda(struct kvd *kvd, const struct kvd_config *config, bool lega
 	};
 
 	if (!params.capacity_bytes)
-		params.capacity_bytes = kvd->opt.gpu_bytes = config->gpu_bytes;
+		params.capacity_bytes = config->gpu_bytes;
 	kvd->memory.kind = legacy ? KV_BACKEND_CUDA_LEGACY : KV_BACKEND_CUDA;
 	kvd->memory.since_ns = kvd->now_ns;
 	return kvd_cuda_create(&params, &kvd->backend);
@@ -392,7 +392,8 @@ int kvd_memory_check(const struct kvd *kvd, const u8 *uuid, char *error)
 			 name);
 		return -ENODEV;
 	}
-	if (!kvd->memory.started && !(kvd->opt.gpu_named && kvd->opt.gpu_bytes))
+	if (!kvd->memory.started &&
+	    !(kvd->opt.gpu_named && (kvd->opt.gpu_bytes || kvd->config.gpu_bytes)))
 		return -EAGAIN;
 	return 0;
 }

@@ -105,10 +105,11 @@ static u64 capacity_under(const struct kvd *kvd, const struct kvd_config *config
 	bool host = kvd->memory.kind == KV_BACKEND_HOST;
 	u64 want = host ? config->host_bytes : config->gpu_bytes;
 	u64 have = host ? kvd->config.host_bytes : kvd->config.gpu_bytes;
-	u64 used = host ? kvd->opt.host_bytes : kvd->opt.gpu_bytes;
+	bool fixed = host ? kvd->opt.host_bytes : kvd->opt.gpu_bytes; /* command line */
 
-	/* another one in use: the command line goes before */
-	return want == have || used != have ? kvd->core.mm.limits.capacity_bytes : want;
+	if (fixed || want == have || !kvd->config_revision)
+		return kvd->core.mm.limits.capacity_bytes;
+	return want;
 }
 
 /* What the file alone cannot tell: sums against this host, tenants that change domain. */

@@ -158,6 +158,21 @@ KVT_TEST(upgrade_with_a_policy_that_is_refused)
 	program_remove();
 }
 
+/* The command line's size goes before the file's, also where they were the same by chance. */
+KVT_TEST(upgrade_knows_whose_size_is_in_use)
+{
+	program_place();
+	start_with_policy_and("--host-bytes", "64MiB");
+	file_write(policy, "{\"host_bytes\": \"256MiB\", " TENANTS
+			   "\"1GiB\", \"min\": \"128MiB\"}]}]}");
+	expect_refused("min add up to");
+	file_write(policy, "{\"host_bytes\": \"256MiB\", " TENANTS "\"1GiB\"}]}]}");
+	expect_answer("{\"op\":\"upgrade\"}", "\"ok\":true");
+	expect_within(log_has("adopted"), 2000);
+	ipc_stop(&kvmd);
+	program_remove();
+}
+
 /* "--" ends the options: what is added behind it would be none. */
 KVT_TEST(upgrade_of_a_command_line_with_an_end)
 {
