@@ -203,22 +203,21 @@ static int doors_open(struct kvd *kvd, char *error)
 	return sockets_open(kvd, error);
 }
 
-/* Legacy memory dies with the mover, which dies with kvmd: nothing to keep. */
+/* Legacy memory dies with the mover, which dies with kvmd: nothing to keep. What an earlier kvmd left
+ * has no pages; its sockets would answer in place of ours. */
 static void keeper_leave(struct kvd *kvd)
 {
 	kvd->opt.keeper = false;
 	if (kvd->kept.image)
 		kvd_kept_stop(kvd, true);
+	kvd->kept.found = kvd->kept.there = false;
 }
 
 /* The core, on what may have outlived an earlier kvmd. */
 static int core_take(struct kvd *kvd, const struct kvd_config *config, char *error)
 {
-	int r;
+	int r = kvd_kept_start(kvd, error);
 
-	if (kvd->opt.backend == KVD_BACKEND_CUDA_LEGACY)
-		keeper_leave(kvd);
-	r = kvd_kept_start(kvd, error);
 	if (!r)
 		r = kvd_memory_open(kvd, config, error);
 	if (r)

@@ -159,6 +159,8 @@ static const char *const automatic[] = {"--keeper", "--backend", "auto", "--test
 					NULL};
 static const char *const named_cuda[] = {"--keeper", "--backend", "cuda",
 					 "--test-extents", NULL};
+static const char *const named_legacy[] = {"--keeper", "--backend", "cuda-legacy",
+					   "--test-extents", NULL};
 static const char *const named_host[] = {"--keeper",	 "--backend", "host",
 					 "--host-bytes", "256MiB",    NULL};
 static const char *const sized_host[] = {"--keeper",	 "--backend", "auto",
@@ -236,6 +238,7 @@ KVT_TEST_T(extents_wait_for_a_driver_that_works, 60)
 	setenv("KV_CUDA_LIB", lib, 1);
 	expect_refused(named_host, "pages of the GPU");
 	expect_refused(sized_host, "pages of the GPU");
+	expect_refused(named_legacy, "pages of the GPU");
 	expect_start(automatic, "cuda");
 	KVT_EXPECT_EQ(write(go[1], "x", 1), 1);
 	KVT_EXPECT_EQ(ipc_wait(r), 0);
@@ -258,6 +261,31 @@ KVT_TEST(without_extents_auto_is_free)
 	ipc_stop(&kvmd);
 }
 
+/* Legacy memory has no use for a keeper: one that holds no pages is ended. */
+static void legacy_ends_the_keeper(const char *const *args)
+{
+	setenv("KVT_BACKEND", "cuda", 1);
+	ipc_need_fake();
+	start();
+	KVT_EXPECT(ipc_keeper_pid() > 0);
+	kill_kvmd();
+	if (args == automatic)
+		setenv("FAKE_CUDA_LACKS", "103", 1); /* KV_CU_ATTR_POSIX_FD */
+	expect_start(args, "cuda-legacy");
+	expect_within(ipc_keeper_pid() <= 0, 2000);
+	ipc_stop(&kvmd);
+}
+
+KVT_TEST(legacy_by_name_ends_the_keeper)
+{
+	legacy_ends_the_keeper(named_legacy);
+}
+
+KVT_TEST(legacy_by_need_ends_the_keeper)
+{
+	legacy_ends_the_keeper(automatic);
+}
+
 /* The other way round: a driver is there now, and the pages are in host memory. */
 KVT_TEST(auto_stays_with_host_memory_that_has_pages)
 {
@@ -278,6 +306,7 @@ KVT_TEST(auto_stays_with_host_memory_that_has_pages)
 	kill_kvmd();
 	unsetenv("FAKE_CUDA_DEVICES");
 	expect_refused(named_cuda, "pages in host memory");
+	expect_refused(named_legacy, "pages in host memory");
 	expect_start(automatic, "host");
 	KVT_EXPECT_EQ(stat_of(pool).nr_active, 8);
 	KVT_EXPECT(ipc_passes(c, pool, pages[3]) && filled(pool, pages[3].pfn, 3));
