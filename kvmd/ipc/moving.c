@@ -343,7 +343,7 @@ const char *kvd_moving_reason(struct kvd *kvd, const char **ret_code)
 		return "the mover died with copies under way and nothing proves yet that "
 		       "they ended: their pages wait, no mover is started";
 	}
-	if (kvd_mover_state(m) == KVD_MOVER_BACKOFF) {
+	if (kvd_mover_down(m)) {
 		*ret_code = "MOVER_DOWN";
 		return kvd_mover_error(m);
 	}

@@ -571,6 +571,13 @@ enum kvd_mover_state kvd_mover_state(const struct kvd_mover *m)
 	return m->state;
 }
 
+bool kvd_mover_down(const struct kvd_mover *m)
+{
+	return m->state == KVD_MOVER_BACKOFF ||
+	       (m->backoff_ns && m->state != KVD_MOVER_OFF &&
+		m->state != KVD_MOVER_READY);
+}
+
 const char *kvd_mover_state_str(enum kvd_mover_state state)
 {
 	static const char *const names[] = {"off",   "starting", "ready",

@@ -326,6 +326,9 @@ bool kvd_mover_extent_at(const struct kvd_mover *mover, u32 i,
 
 const struct kvd_mover_stats *kvd_mover_stats(const struct kvd_mover *mover);
 
+/** kvd_mover_down() - the last mover failed, and since then none has become ready for what waits */
+bool kvd_mover_down(const struct kvd_mover *m);
+
 /** kvd_mover_error() - why the last one failed; "" */
 const char *kvd_mover_error(const struct kvd_mover *mover);
 

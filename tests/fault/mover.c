@@ -332,9 +332,18 @@ static void hangs_as_it_starts(bool gpu)
 	KVT_EXPECT(a.calls == 1 && a.status == -EPIPE);
 	KVT_EXPECT(b.calls == 1 && b.status == -EPIPE);
 	KVT_EXPECT_HAS(kvd_mover_error(rig.m), "not ready");
+	KVT_EXPECT(kvd_mover_down(rig.m));
 	KVT_EXPECT_EQ(rig.nr_put, rig.nr_given);
 	rig.m->params.backend = KV_BACKEND_HOST;
 	rig.m->retry_ns = 0;
+	/* the next one may hang for as long: until it is ready the first one's end counts */
+	submit_run(&rig, &a, KVD_MOVER_IN, 0, 4, 0);
+	kvd_mover_run(rig.m, kv_now_ns());
+	KVT_EXPECT_EQ(kvd_mover_state(rig.m), KVD_MOVER_STARTING);
+	KVT_EXPECT(kvd_mover_down(rig.m));
+	KVT_EXPECT_HAS(kvd_mover_error(rig.m), "not ready");
+	wait_done(&rig, &a);
+	KVT_EXPECT(!kvd_mover_down(rig.m));
 	round_trip(&rig, 0);
 	KVT_EXPECT_EQ(kvd_mover_stats(rig.m)->starts, 2);
 	/* ready, and with nothing to do, it may stand still */
