@@ -112,6 +112,76 @@ static u64 capacity_under(const struct kvd *kvd, const struct kvd_config *config
 	return want;
 }
 
+static const struct kvd_config_tenant *config_find(const struct kvd_config *config,
+						   const char *name)
+{
+	u32 t;
+
+	for (t = 0; t < config->nr_tenants; t++)
+		if (!strcmp(config->tenants[t].name, name))
+			return &config->tenants[t];
+	return NULL;
+}
+
+/* One without tenants is not made. */
+static bool domain_is_new(struct kvd *kvd, const struct kvd_config *config, u32 d)
+{
+	u32 t = 0;
+
+	while (t < config->nr_tenants && config->tenants[t].domain != d)
+		t++;
+	return t < config->nr_tenants &&
+	       !kvd_domain_find(&kvd->core, config->domains[d].name);
+}
+
+/* Who leaves the policy goes behind those who come, and not before its last page. @domain: NULL all.
+ * Return: tenants that there are together */
+static u32 nr_tenants_under(const struct kvd *kvd, const struct kvd_config *config,
+			    const char *domain)
+{
+	u32 nr = 0;
+
+	for (u32 t = 0; t < config->nr_tenants; t++)
+		nr += !domain ||
+		      !strcmp(config->domains[config->tenants[t].domain].name, domain);
+	for (u32 i = 0; i < KVD_TENANTS_MAX; i++) {
+		const struct kvd_tenant *have = kvd->core.tenants[i];
+
+		nr += have && (!domain || !strcmp(have->domain->name, domain)) &&
+		      !config_find(config, have->name);
+	}
+	return nr;
+}
+
+/* Without it the start that is refused would be the first to know: after an upgrade's exec(). */
+static int room_check(struct kvd *kvd, const struct kvd_config *config, char *error)
+{
+	const char *in = "", *what = "domains";
+	u32 nr = 0, max = KVD_DOMAINS_MAX;
+
+	for (u32 i = 0; i < KVD_DOMAINS_MAX; i++)
+		nr += kvd->core.domains[i] != NULL;
+	for (u32 d = 0; d < config->nr_domains; d++)
+		nr += domain_is_new(kvd, config, d);
+	if (nr <= max) {
+		what = "tenants";
+		nr = nr_tenants_under(kvd, config, NULL);
+		max = KVD_TENANTS_MAX;
+	}
+	for (u32 d = 0; d < config->nr_domains && nr <= max; d++) {
+		in = config->domains[d].name;
+		nr = nr_tenants_under(kvd, config, in);
+		max = KVD_DOMAIN_TENANTS_MAX;
+	}
+	if (nr <= max)
+		return 0;
+	snprintf(error, KVD_CONFIG_ERROR_BYTES,
+		 "%s: \"%s\": %u with those that leave, %u is the most: a reload "
+		 "without those first, then the new ones",
+		 what, in, nr, max);
+	return -EINVAL;
+}
+
 /* What the file alone cannot tell: sums against this host, tenants that change domain. */
 static int policy_check(struct kvd *kvd, const struct kvd_config *config, char *error)
 {
@@ -143,18 +213,7 @@ static int policy_check(struct kvd *kvd, const struct kvd_config *config, char *
 			return -EINVAL;
 		}
 	}
-	return 0;
-}
-
-static const struct kvd_config_tenant *config_find(const struct kvd_config *config,
-						   const char *name)
-{
-	u32 t;
-
-	for (t = 0; t < config->nr_tenants; t++)
-		if (!strcmp(config->tenants[t].name, name))
-			return &config->tenants[t];
-	return NULL;
+	return room_check(kvd, config, error);
 }
 
 /* Gives up every min first: the new ones may be larger here and smaller there. */

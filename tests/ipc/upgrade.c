@@ -158,6 +158,49 @@ KVT_TEST(upgrade_with_a_policy_that_is_refused)
 	program_remove();
 }
 
+/* Tenants @from .. @to - 1 in one domain. */
+static void write_domain(u32 from, u32 to)
+{
+	FILE *f = fopen(policy, "w");
+
+	KVT_EXPECT(f);
+	fprintf(f, "{\"host_bytes\": \"64MiB\", \"domains\": [{\"name\": \"all\", "
+		   "\"tenants\": [");
+	for (u32 i = from; i < to; i++)
+		fprintf(f, "%s\"t%u\"", i > from ? ", " : "", i);
+	fprintf(f, "]}], \"tenants\": [");
+	for (u32 i = from; i < to; i++)
+		fprintf(f,
+			"%s{\"name\": \"t%u\", \"uids\": [%u], \"gpus\": [{\"gpu\": \"*\", "
+			"\"max\": \"8MiB\"}]}",
+			i > from ? ", " : "", i, 70000 + i);
+	fprintf(f, "]}");
+	fclose(f);
+}
+
+/* As many as there can be in a domain: who leaves the policy makes room, but not before. */
+KVT_TEST(upgrade_needs_room_for_those_who_leave)
+{
+	const char *args[] = {"--keeper", "--backend", "host", "--config", policy, NULL};
+	char error[512];
+
+	program_place();
+	write_domain(0, 32);
+	if (eng_private_kvmd_start(args, &kvmd, error, sizeof(error)))
+		KVT_FAIL("%s", error);
+	write_domain(1, 33);
+	expect_refused("33 with those that leave");
+	expect_answer("{\"op\":\"reload\",\"dry_run\":true}", "33 with those");
+	expect_answer("{\"op\":\"reload\"}", "33 with those");
+	write_domain(1, 32);
+	expect_answer("{\"op\":\"reload\"}", "\"ok\":true");
+	write_domain(1, 33);
+	expect_answer("{\"op\":\"upgrade\"}", "\"ok\":true");
+	expect_within(log_has("adopted"), 2000);
+	ipc_stop(&kvmd);
+	program_remove();
+}
+
 /* The command line's size goes before the file's, also where they were the same by chance. */
 KVT_TEST(upgrade_knows_whose_size_is_in_use)
 {
