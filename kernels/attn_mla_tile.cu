@@ -114,7 +114,7 @@ KVK_DEV void tile_scores(struct tile_smem *sm, uint32_t seq, bool there, float *
 
 /* Scores masked; mx: the largest of rows g, g + 8, times the scale. */
 KVK_DEV void tile_mask(const struct attn_params &p, const struct plan_seg &g,
-			int32_t valid, float *s, float *mx)
+		       int32_t valid, float *s, float *mx)
 {
 	const int lane = threadIdx.x & 31, c = lane % 4, w = threadIdx.x / 32 % 4;
 
@@ -169,8 +169,7 @@ KVK_DEV void tile_probs(float scale, const float *m, const float *s, float *l,
 }
 
 /* o += P V of 32 tokens from @v on, in the first block of this warpgroup's half of the dims */
-template <int PLANES>
-KVK_DEV void tile_values(uint32_t v, uint32_t (*a)[2][4], float *o)
+template <int PLANES> KVK_DEV void tile_values(uint32_t v, uint32_t (*a)[2][4], float *o)
 {
 	const uint64_t dv = wg_desc(v);
 

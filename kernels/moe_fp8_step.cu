@@ -78,8 +78,8 @@ static bool f8s_turns(const struct kvk_moe_args *a, uint32_t log_rows, uint32_t 
 	const bool one_stage = a->top_k * (e->inter / 128) << log_rows <= F8S_WARPS;
 
 	/* row tiles of a unit have the scale of 128 rows in common */
-	ret_log[1] = log_rows < 2 && f8s_two(second) &&
-		     (one_stage || second / 2 >= moe_sms());
+	ret_log[1] =
+		log_rows < 2 && f8s_two(second) && (one_stage || second / 2 >= moe_sms());
 	ret_log[0] = ret_log[1] && f8s_two(first);
 	return ret_log[1];
 }
@@ -126,6 +126,6 @@ int moe_fp8_step_launch(const struct kvk_moe_args *a, void *stream)
 	k.by_tiles = 0xffffffffu / (e->inter / 16 >> k.log_turns[0]) + 1;
 	k.by_tokens = a->nr_tokens > 1 ? 0xffffffffu / a->nr_tokens + 1 : 0;
 	k.any_tag = KV_MUTANT(moe_fp8_step_any_tag);
-	return moe_start(two ? f8s_kernel<true> : f8s_kernel<false>, dim3(moe_sms()), F8S_THREADS, F8S_DYNAMIC, &k,
-			 stream);
+	return moe_start(two ? f8s_kernel<true> : f8s_kernel<false>, dim3(moe_sms()),
+			 F8S_THREADS, F8S_DYNAMIC, &k, stream);
 }

@@ -41,26 +41,27 @@
 #include "moe_y.cuh"
 #include "wgmma.cuh"
 
-#define F8S_WARPS      16u  /* consumers */
-#define F8S_THREADS    640u /* a feeding warp, and three that only give up registers */
+#define F8S_WARPS	   16u	/* consumers */
+#define F8S_THREADS	   640u /* a feeding warp, and three that only give up registers */
 #define F8S_REGS_USE(TWO)  ((TWO) ? 112 : 104)
 #define F8S_REGS_FEED(TWO) ((TWO) ? 32 : 56)
-#define F8S_STAGES     3u
-#define F8S_BRICK      4096u
-#define F8S_STAGE      (F8S_WARPS * F8S_BRICK)
-#define F8S_TOKENS     8u /* of a tile */
-#define F8S_QUEUE      8u /* units the feeding warp may be ahead */
-#define F8S_NONE       0xffu
-#define F8S_HALF       4u   /* tokens whose codes are in a warp's slot at once */
-#define F8S_ROW	       192u /* bytes between them there: different banks */
-#define F8S_SLOT       (F8S_HALF * F8S_ROW + 4 * F8S_HALF)
-#define F8S_APART      (F8S_TOKENS / 2) /* tokens between two turns' sums */
-#define F8S_TOKEN_SUMS 36u /* floats; lanes of a quarter hit different banks */
-#define F8S_WARP_SUMS  (F8S_TOKENS * F8S_TOKEN_SUMS)
-#define F8S_DYNAMIC    (F8S_STAGES * F8S_STAGE + 1024u)
+#define F8S_STAGES	   3u
+#define F8S_BRICK	   4096u
+#define F8S_STAGE	   (F8S_WARPS * F8S_BRICK)
+#define F8S_TOKENS	   8u /* of a tile */
+#define F8S_QUEUE	   8u /* units the feeding warp may be ahead */
+#define F8S_NONE	   0xffu
+#define F8S_HALF	   4u	/* tokens whose codes are in a warp's slot at once */
+#define F8S_ROW		   192u /* bytes between them there: different banks */
+#define F8S_SLOT	   (F8S_HALF * F8S_ROW + 4 * F8S_HALF)
+#define F8S_APART	   (F8S_TOKENS / 2) /* tokens between two turns' sums */
+#define F8S_TOKEN_SUMS	   36u /* floats; lanes of a quarter hit different banks */
+#define F8S_WARP_SUMS	   (F8S_TOKENS * F8S_TOKEN_SUMS)
+#define F8S_DYNAMIC	   (F8S_STAGES * F8S_STAGE + 1024u)
 
 static_assert((F8S_REGS_USE(true) - 96) * 512 <= (96 - F8S_REGS_FEED(true)) * 128 &&
-		      (F8S_REGS_USE(false) - 96) * 512 <= (96 - F8S_REGS_FEED(false)) * 128,
+		      (F8S_REGS_USE(false) - 96) * 512 <=
+			      (96 - F8S_REGS_FEED(false)) * 128,
 	      "the CTA's register pool is 96 per thread");
 
 /* struct f8s_args - a launch's kernel parameters; pointers are device memory */
@@ -80,11 +81,12 @@ struct f8s_args {
 	uint32_t nr_tokens;
 	uint32_t top_k;
 	uint32_t nr_experts;
-	uint32_t w2_blocks;  /* blocks of columns that a copy brings */
-	uint32_t log_rows;   /* row tiles of a SECOND unit: 2^log_rows fill a stage */
+	uint32_t w2_blocks;    /* blocks of columns that a copy brings */
+	uint32_t log_rows;     /* row tiles of a SECOND unit: 2^log_rows fill a stage */
 	uint32_t log_turns[2]; /* TWO: stages of a column block, of FIRST and SECOND */
-	uint32_t by_columns; /* 65536 / (inter / 128), rounded up */
-	uint32_t by_tiles; /* 2^32 / FIRST units of a tile and / nr_tokens, rounded up; 0: of 1 */
+	uint32_t by_columns;   /* 65536 / (inter / 128), rounded up */
+	uint32_t
+		by_tiles; /* 2^32 / FIRST units of a tile and / nr_tokens, rounded up; 0: of 1 */
 	uint32_t by_tokens;
 	uint32_t any_tag; /* mutant: take what is there */
 };
@@ -226,8 +228,7 @@ __device__ __forceinline__ uint32_t f8s_plan(const struct f8s_args &a,
 
 /* log2 of the stages of a column block. */
 template <bool TWO>
-__device__ __forceinline__ uint32_t f8s_log_turns(const struct f8s_args &a,
-						  uint32_t type)
+__device__ __forceinline__ uint32_t f8s_log_turns(const struct f8s_args &a, uint32_t type)
 {
 	return TWO ? a.log_turns[type == F8S_SECOND] : 0;
 }
@@ -328,10 +329,9 @@ __device__ __forceinline__ uint32_t f8s_stage(struct f8s_shared &sh,
 
 /* All bricks of a unit; one lane. */
 template <bool TWO>
-__device__ __forceinline__ void f8s_stream_first(const struct f8s_args &a,
-						 struct f8s_shared &sh,
-						 const struct f8s_unit &u,
-						 struct f8s_ring &r)
+__device__ __forceinline__ void
+f8s_stream_first(const struct f8s_args &a, struct f8s_shared &sh,
+		 const struct f8s_unit &u, struct f8s_ring &r)
 {
 	const uint32_t gate = sh.expert[u.tile] * 2 * a.inter + u.row * 16;
 	const uint32_t turns = 1u << f8s_log_turns<TWO>(a, F8S_FIRST);
@@ -378,10 +378,9 @@ __device__ __forceinline__ void f8s_stream_rows(const struct f8s_args &a,
 }
 
 template <bool TWO>
-__device__ __forceinline__ void f8s_stream_second(const struct f8s_args &a,
-						  struct f8s_shared &sh,
-						  const struct f8s_unit &u,
-						  struct f8s_ring &r)
+__device__ __forceinline__ void
+f8s_stream_second(const struct f8s_args &a, struct f8s_shared &sh,
+		  const struct f8s_unit &u, struct f8s_ring &r)
 {
 	const uint32_t turns = 1u << f8s_log_turns<TWO>(a, F8S_SECOND);
 

@@ -49,7 +49,8 @@ __device__ __forceinline__ void f8s_take(const struct f8s_args &a, struct f8s_sh
 		w.tokens = *(const uint64_t *)sh.tokens[w.u.tile];
 		/* a tile's are its first ones; F8S_NONE has the highest bit, no token has */
 		w.n = 8 - __popcll(w.tokens & 0x8080808080808080ull);
-		w.from = a.s13 + (gate * (a.inter / 128) + w.u.row / 8) * (a.hidden / 128);
+		w.from =
+			a.s13 + (gate * (a.inter / 128) + w.u.row / 8) * (a.hidden / 128);
 	}
 	__syncwarp();
 	if (w.u.type == F8S_END) /* not before all is done */
@@ -71,10 +72,9 @@ __device__ __forceinline__ void f8s_ask_x(const struct f8s_args &a,
 		const uint32_t token = (uint32_t)(w.tokens >> 8 * (from + i)) & 0xffu;
 
 		if (from + i < w.n)
-			v[i] = __ldcg(
-				(const uint2 *)(a.x +
-						(uint64_t)token * a.hidden + j * 128) +
-				threadIdx.x % 32);
+			v[i] = __ldcg((const uint2 *)(a.x + (uint64_t)token * a.hidden +
+						      j * 128) +
+				      threadIdx.x % 32);
 		else
 			v[i] = make_uint2(0, 0);
 	}
@@ -97,7 +97,8 @@ __device__ __forceinline__ void f8s_ask(const struct f8s_args &a,
 		f8s_column(a, w.j >> a.log_rows, s, k);
 		s += w.u.tile * a.top_k;
 		id = sh.id[s];
-		w.from = a.packets + (uint64_t)s * a.inter + k * 128 + threadIdx.x % 32 * 4;
+		w.from = a.packets + (uint64_t)s * a.inter + k * 128 +
+			 threadIdx.x % 32 * 4;
 		w.raw[0] = step_packets((const uint4 *)w.from);
 		w.raw[1] = step_packets((const uint4 *)w.from + 1);
 		w.scale[1] = id < a.nr_experts ? __ldcg(&a.weights[s]) : NAN;
@@ -280,10 +281,10 @@ __device__ __forceinline__ void f8s_swap(float (&x)[2][4], float (&y)[2][4])
 /* All bricks of the unit @w that are the warp's, into acc, of second turns into @more; @w becomes the
  * next unit. Every warp sees every stage, so it always knows the phase. */
 template <bool TWO, bool SECOND>
-__device__ __forceinline__ void
-f8s_multiply(float (&acc)[2][4], float (&more)[2][4], const struct f8s_args &a,
-	     struct f8s_shared &sh, struct f8s_work &w, struct f8s_place &p,
-	     struct f8s_ring &r)
+__device__ __forceinline__ void f8s_multiply(float (&acc)[2][4], float (&more)[2][4],
+					     const struct f8s_args &a,
+					     struct f8s_shared &sh, struct f8s_work &w,
+					     struct f8s_place &p, struct f8s_ring &r)
 {
 	const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 	const uint32_t slot = ptx_smem(sh.x[warp]), nr = w.u.nr;
@@ -346,9 +347,10 @@ __device__ __forceinline__ void f8s_put(float *sums, const float (&acc)[2][4], u
 }
 
 /* h of two tokens, from those @pair begins: 16 columns from @row on, a lane each, to their packets. */
-__device__ __forceinline__ void
-f8s_first_end(const struct f8s_args &a, const struct f8s_shared &sh, const float *sums,
-	      uint32_t tile, uint32_t row, uint32_t n, uint32_t pair)
+__device__ __forceinline__ void f8s_first_end(const struct f8s_args &a,
+					      const struct f8s_shared &sh,
+					      const float *sums, uint32_t tile,
+					      uint32_t row, uint32_t n, uint32_t pair)
 {
 	const uint32_t col = threadIdx.x % 16, tok = pair + threadIdx.x % 32 / 16;
 	float gate = 0, up = 0;

@@ -418,9 +418,10 @@ KVT_TEST_T(scales_that_are_not_positive, 120)
 		const u32 f = i / 2 % KV_ARRAY_SIZE(formats), heads = i % 2 ? 64 : 8;
 		const u32 kind = i / 2 / KV_ARRAY_SIZE(formats);
 		struct kv_layout l =
-			kind == 2 ? kvt_layout_gqa(formats[f].dtype, formats[f].scale_kind,
-						   2, 8, 128)
-				  : kvt_layout_mla(formats[f].dtype, formats[f].scale_kind, 2);
+			kind == 2 ? kvt_layout_gqa(formats[f].dtype,
+						   formats[f].scale_kind, 2, 8, 128)
+				  : kvt_layout_mla(formats[f].dtype,
+						   formats[f].scale_kind, 2);
 
 		for (u32 k = 0; k < KV_ARRAY_SIZE(scale); k++) {
 			struct world w;

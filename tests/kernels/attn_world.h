@@ -17,7 +17,7 @@
 #define CUDA_OK(expr) KVT_EXPECT_EQ((int)(expr), 0)
 
 /* What kernels.h promises of KVK_ATTN_FAST on FP8 pages. */
-#define FAST_FP8 8e-2
+#define FAST_FP8      8e-2
 
 /* One case: a pool on both sides, queries, outputs. */
 struct world {

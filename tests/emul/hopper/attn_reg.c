@@ -149,7 +149,8 @@ KVT_TEST(hopper_attn_reg_scale_that_is_not_positive)
 		w.dev.sm_scale = scale[i / KV_ARRAY_SIZE(some)];
 		/* who asks how much it takes has not chosen one */
 		KVT_EXPECT_EQ(kvk_attn_workspace_cuda(&w.dev), w.dev.workspace_bytes);
-		KVT_EXPECT_EQ(kvk_attn_mla_cuda(&w.dev, NULL), -ENOSYS); /* attn_rest.cc */
+		KVT_EXPECT_EQ(kvk_attn_mla_cuda(&w.dev, NULL),
+			      -ENOSYS); /* attn_rest.cc */
 		world_fini(&w);
 	}
 }

@@ -288,16 +288,16 @@ KVT_TEST(hopper_fp8_step_two_turns)
 	static const u32 many[] = {8, 5}, two[] = {2};
 
 	hopper_has_sms(4);
-	moe_tokens((struct moe_case){KVK_E4M3, 384, 512, 0, KVK_BF16, 3, 2, 0, false,
-				     false},
-		   many, 2);
+	moe_tokens(
+		(struct moe_case){KVK_E4M3, 384, 512, 0, KVK_BF16, 3, 2, 0, false, false},
+		many, 2);
 	moe_tokens((struct moe_case){KVK_E4M3, 640, 384, 0, KVK_BF16, 12, 8, 0, false,
 				     false},
 		   two, 1);
 	hopper_has_sms(3);
-	moe_tokens((struct moe_case){KVK_E4M3, 768, 256, 0, KVK_BF16, 9, 8, 0, false,
-				     false},
-		   two, 1);
+	moe_tokens(
+		(struct moe_case){KVK_E4M3, 768, 256, 0, KVK_BF16, 9, 8, 0, false, false},
+		two, 1);
 }
 
 /* Tiles of 16; rows that are no whole tile. */

@@ -470,8 +470,8 @@ static void policy_check(const char *mode)
 	char text[128];
 
 	snprintf(text, sizeof(text),
-		 "{\"check\":\"%s\",\"tenants\":[{\"name\":\"red\",\"uids\":[%u]}]}", mode,
-		 geteuid());
+		 "{\"check\":\"%s\",\"tenants\":[{\"name\":\"red\",\"uids\":[%u]}]}",
+		 mode, geteuid());
 	config_write(text);
 }
 
