@@ -432,6 +432,16 @@ static int check_policy(struct kvd *kvd, const struct cmdline *cmd)
 	return 1;
 }
 
+/*
+ * A start that is refused is refused again: where a service manager starts the next one at once
+ * (tools/systemd/kvmd.service; systemd sets the variable), once a second is often enough.
+ */
+static void refused_pause(void)
+{
+	if (getenv("INVOCATION_ID"))
+		sleep(1);
+}
+
 int main(int argc, char **argv)
 {
 	static struct kvd kvd;
@@ -481,6 +491,7 @@ int main(int argc, char **argv)
 	r = kvd_init(&kvd, &cmd.opt, error);
 	if (r) {
 		fprintf(stderr, "kvmd: %s\n", error);
+		refused_pause();
 		return 1;
 	}
 	r = kvd_run(&kvd);

@@ -257,7 +257,7 @@ KVT_TEST(upgrade_to_what_refuses_the_options)
 	program_remove();
 }
 
-static int check_with(const char *a, const char *b, const char *c)
+static int run_kvmd(const char *a, const char *b, const char *c, const char *d)
 {
 	char path[1200];
 	pid_t pid;
@@ -268,10 +268,20 @@ static int check_with(const char *a, const char *b, const char *c)
 		int null = open("/dev/null", O_WRONLY);
 
 		dup2(null, 2);
-		execl(path, path, "--config", policy, "--check-policy", a, b, c, NULL);
+		execl(path, path, "--config", policy, a, b, c, d, NULL);
 		_exit(127);
 	}
 	return ipc_wait(pid);
+}
+
+static int start_refused(void)
+{
+	return run_kvmd("--private", dir, NULL, NULL);
+}
+
+static int check_with(const char *a, const char *b, const char *c)
+{
+	return run_kvmd("--check-policy", a, b, c);
 }
 
 static int check_policy(const char *arg)
@@ -321,6 +331,21 @@ KVT_TEST(policy_is_checked_as_the_user)
 		KVT_EXPECT(!chmod(policy, 0600));
 		KVT_EXPECT_EQ(check_with("--user", "nobody", state), 1);
 	}
+	program_remove();
+}
+
+/* Whoever starts it again at once does so once a second. */
+KVT_TEST(refused_start_under_a_service_manager_takes_a_second)
+{
+	u64 began_ns;
+
+	program_place();
+	file_write(policy, "{" TENANTS "1}");
+	setenv("INVOCATION_ID", "0", 1);
+	began_ns = kv_now_ns();
+	KVT_EXPECT_EQ(start_refused(), 1);
+	KVT_EXPECT(kv_now_ns() - began_ns >= KV_NSEC_PER_SEC);
+	unsetenv("INVOCATION_ID");
 	program_remove();
 }
 
