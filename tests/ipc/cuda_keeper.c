@@ -92,30 +92,54 @@ static int reader(void *arg)
 	return 0;
 }
 
-KVT_TEST_T(extents_survive_with_the_keeper_alone, 60)
+/* struct left - what is there when the keeper has the pages alone: who will read them, and what tells it to */
+struct left {
+	pid_t reader;
+	int go;
+};
+
+/* Pages are written and sealed; then neither their engine nor kvmd is there any more. */
+static struct left pages_left(void)
 {
+	struct left left;
 	int done[2], go[2];
-	pid_t w, r, keeper;
+	pid_t w;
 	char byte;
 
-	setenv("KVT_BACKEND", "cuda", 1);
 	KVT_EXPECT_EQ(pipe(done), 0);
 	KVT_EXPECT_EQ(pipe(go), 0);
 	start();
-	KVT_NOTE("on %s", ipc_on_card() ? "the card" : "the fake driver");
 	w = ipc_child(writer, (void *)(intptr_t)done[1]);
-	r = ipc_child(reader, (void *)(intptr_t)go[0]);
+	left.reader = ipc_child(reader, (void *)(intptr_t)go[0]);
+	left.go = go[1];
 	KVT_EXPECT_EQ(read(done[0], &byte, 1), 1);
 	kill(w, SIGKILL);
 	ipc_wait(w);
 	kill_kvmd();
+	return left;
+}
+
+/* kvmd is there again: another engine finds every byte. */
+static void expect_pages(const struct left *left)
+{
+	KVT_EXPECT_EQ(write(left->go, "x", 1), 1);
+	KVT_EXPECT_EQ(ipc_wait(left->reader), 0);
+}
+
+KVT_TEST_T(extents_survive_with_the_keeper_alone, 60)
+{
+	struct left left;
+	pid_t keeper;
+
+	setenv("KVT_BACKEND", "cuda", 1);
+	left = pages_left();
+	KVT_NOTE("on %s", ipc_on_card() ? "the card" : "the fake driver");
 	keeper = ipc_keeper_pid();
 	KVT_EXPECT(keeper > 0);
 	usleep(ALONE_US); /* nobody has the memory mapped, and no context is there */
 	KVT_EXPECT_EQ(ipc_keeper_pid(), keeper);
 	again();
-	KVT_EXPECT_EQ(write(go[1], "x", 1), 1);
-	KVT_EXPECT_EQ(ipc_wait(r), 0);
+	expect_pages(&left);
 	ipc_stop(&kvmd);
 }
 
@@ -127,29 +151,18 @@ KVT_TEST_T(extents_are_adopted_before_the_size_is_known, 60)
 {
 	static const char *const unsized[] = {"--keeper", "--backend", "cuda",
 					      "--test-extents", NULL};
-	int done[2], go[2];
-	pid_t w, r;
-	char byte;
+	struct left left;
 
 	setenv("KVT_BACKEND", "cuda", 1);
 	ipc_need_fake();
-	KVT_EXPECT_EQ(pipe(done), 0);
-	KVT_EXPECT_EQ(pipe(go), 0);
-	start();
-	w = ipc_child(writer, (void *)(intptr_t)done[1]);
-	r = ipc_child(reader, (void *)(intptr_t)go[0]);
-	KVT_EXPECT_EQ(read(done[0], &byte, 1), 1);
-	kill(w, SIGKILL);
-	ipc_wait(w);
-	kill_kvmd();
+	left = pages_left();
 	setenv("FAKE_CUDA_INIT_MS", "500", 1);
 	if (!ipc_start_again(&kvmd, unsized)) {
 		ipc_show_log(&kvmd);
 		KVT_FAIL("kvmd does not start again");
 	}
 	unsetenv("FAKE_CUDA_INIT_MS");
-	KVT_EXPECT_EQ(write(go[1], "x", 1), 1);
-	KVT_EXPECT_EQ(ipc_wait(r), 0);
+	expect_pages(&left);
 	ipc_stop(&kvmd);
 }
 
@@ -210,21 +223,12 @@ KVT_TEST_T(extents_wait_for_a_driver_that_works, 60)
 		{"FAKE_CUDA_DEVICES", "0", "no device"},
 		{"FAKE_CUDA_LACKS", "103", "export of memory"}, /* KV_CU_ATTR_POSIX_FD */
 	};
-	int done[2], go[2];
-	char byte, *lib;
-	pid_t w, r;
+	struct left left;
+	char *lib;
 
 	setenv("KVT_BACKEND", "cuda", 1);
 	ipc_need_fake();
-	KVT_EXPECT_EQ(pipe(done), 0);
-	KVT_EXPECT_EQ(pipe(go), 0);
-	start();
-	w = ipc_child(writer, (void *)(intptr_t)done[1]);
-	r = ipc_child(reader, (void *)(intptr_t)go[0]);
-	KVT_EXPECT_EQ(read(done[0], &byte, 1), 1);
-	kill(w, SIGKILL);
-	ipc_wait(w);
-	kill_kvmd();
+	left = pages_left();
 	lib = strdup(getenv("KV_CUDA_LIB"));
 	for (u32 i = 0; i < KV_ARRAY_SIZE(broken); i++) {
 		setenv(broken[i].name, broken[i].value, 1);
@@ -240,8 +244,7 @@ KVT_TEST_T(extents_wait_for_a_driver_that_works, 60)
 	expect_refused(sized_host, "pages of the GPU");
 	expect_refused(named_legacy, "pages of the GPU");
 	expect_start(automatic, "cuda");
-	KVT_EXPECT_EQ(write(go[1], "x", 1), 1);
-	KVT_EXPECT_EQ(ipc_wait(r), 0);
+	expect_pages(&left);
 	free(lib);
 	ipc_stop(&kvmd);
 }
