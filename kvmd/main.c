@@ -433,12 +433,15 @@ static int check_policy(struct kvd *kvd, const struct cmdline *cmd)
 }
 
 /*
- * A start that is refused is refused again: where a service manager starts the next one at once
- * (tools/systemd/kvmd.service; systemd sets the variable), once a second is often enough.
+ * A start that is refused is refused again: where systemd starts the next one at once
+ * (tools/systemd/kvmd.service), once a second is often enough. It says whom it started; what runs
+ * in a shell that it started has the variable as well, with another pid.
  */
 static void refused_pause(void)
 {
-	if (getenv("INVOCATION_ID"))
+	const char *pid = getenv("SYSTEMD_EXEC_PID");
+
+	if (pid && atol(pid) == getpid())
 		sleep(1);
 }
 

@@ -257,31 +257,24 @@ KVT_TEST(upgrade_to_what_refuses_the_options)
 	program_remove();
 }
 
-static int run_kvmd(const char *a, const char *b, const char *c, const char *d)
+static void exec_kvmd(const char *a, const char *b, const char *c, const char *d)
 {
 	char path[1200];
-	pid_t pid;
+	int null = open("/dev/null", O_WRONLY);
 
+	dup2(null, 2);
 	ipc_build_path("kvmd", path, sizeof(path));
-	pid = fork();
-	if (!pid) {
-		int null = open("/dev/null", O_WRONLY);
-
-		dup2(null, 2);
-		execl(path, path, "--config", policy, a, b, c, d, NULL);
-		_exit(127);
-	}
-	return ipc_wait(pid);
-}
-
-static int start_refused(void)
-{
-	return run_kvmd("--private", dir, NULL, NULL);
+	execl(path, path, "--config", policy, a, b, c, d, NULL);
+	_exit(127);
 }
 
 static int check_with(const char *a, const char *b, const char *c)
 {
-	return run_kvmd("--check-policy", a, b, c);
+	pid_t pid = fork();
+
+	if (!pid)
+		exec_kvmd("--check-policy", a, b, c);
+	return ipc_wait(pid);
 }
 
 static int check_policy(const char *arg)
@@ -334,18 +327,24 @@ KVT_TEST(policy_is_checked_as_the_user)
 	program_remove();
 }
 
-/* Whoever starts it again at once does so once a second. */
-KVT_TEST(refused_start_under_a_service_manager_takes_a_second)
+/* systemd starts it again at once: it takes a second. */
+KVT_TEST(refused_start_under_systemd_takes_a_second)
 {
+	char pid[16];
 	u64 began_ns;
+	pid_t child;
 
 	program_place();
 	file_write(policy, "{" TENANTS "1}");
-	setenv("INVOCATION_ID", "0", 1);
 	began_ns = kv_now_ns();
-	KVT_EXPECT_EQ(start_refused(), 1);
+	child = fork();
+	if (!child) {
+		snprintf(pid, sizeof(pid), "%d", (int)getpid());
+		setenv("SYSTEMD_EXEC_PID", pid, 1);
+		exec_kvmd("--private", dir, NULL, NULL);
+	}
+	KVT_EXPECT_EQ(ipc_wait(child), 1);
 	KVT_EXPECT(kv_now_ns() - began_ns >= KV_NSEC_PER_SEC);
-	unsetenv("INVOCATION_ID");
 	program_remove();
 }
 
